@@ -1,0 +1,100 @@
+"""What the decision says: placed or refused, with every candidate's cost term by term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.domain.session import Binding
+
+__all__ = ["Cost", "Decision", "Placed", "Reason", "Refused", "Residency"]
+
+
+class Reason(StrEnum):
+    """Why a turn went where it went. Bounded: used as a response header and a metric label."""
+
+    HOME = "home"
+    """The branch's own replica was cheapest."""
+    NEW = "new"
+    """A new branch, placed by cost."""
+    FORK = "fork"
+    """A new branch that shares a known prefix with another."""
+    SPILL = "spill"
+    """One turn served elsewhere; the branch keeps its home."""
+    REBIND = "rebind"
+    """The branch moved for good: elsewhere was cheaper by more than the hysteresis."""
+    HOME_GONE = "home_gone"
+    """The home is away, draining, restarted or was already tried: the branch moved."""
+    POLICY = "policy"
+    """A baseline policy chose."""
+    STORED = "stored"
+    """Only this replica holds the response that the request names."""
+    PASS = "pass"
+    """Not a turn: any healthy replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Tokens of a branch believed to be held by a replica."""
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one choice in seconds, term by term (see `router.placement.cost`)."""
+
+    replica: str
+    wait_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    others_s: float = 0.0
+    eviction_s: float = 0.0
+    move_s: float = 0.0
+    crowd_s: float = 0.0
+    ramp_s: float = 0.0
+    residency: Residency = Residency()
+    score: float | None = None
+    """A baseline policy's own score (lower is better); None under `roost`."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds, all terms."""
+        return (
+            self.wait_s
+            + self.prefill_s
+            + self.decode_s
+            + self.others_s
+            + self.eviction_s
+            + self.move_s
+            + self.crowd_s
+            + self.ramp_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The turn goes to `replica`; `binding` is where its branch lives afterwards."""
+
+    replica: str
+    incarnation: str
+    url: str
+    reason: Reason
+    binding: Binding
+    candidates: tuple[Cost, ...]
+    prefill_tokens: int
+    """Uncached prompt tokens expected there; what the lease counts as waiting prefill."""
+    cached_tokens: int
+    """Cached tokens predicted there; compared with what the engine then reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No replica may take the turn."""
+
+    why: str
+    retry_after_s: float = 1.0
+
+
+Decision = Placed | Refused

@@ -1,0 +1,134 @@
+"""The error tree. Foreign errors become these at the boundary where they arise, and nowhere else.
+
+    RoostError
+    ├── RequestError            the client's doing; carries an HTTP status
+    │   ├── MalformedRequest    400
+    │   ├── UnknownModel        404
+    │   ├── RequestTooLarge     413
+    │   └── HeadersTooLarge     431
+    ├── NotPlaced               503, with Retry-After: no replica may take the turn
+    ├── UpstreamError           a replica's doing
+    │   ├── UpstreamUnreachable 502: connection refused or timed out; nothing was sent
+    │   ├── UpstreamBroken      502: died, reset or spoke nonsense (before or after its head)
+    │   └── UpstreamSilent      504: no head, or no byte, for longer than the timeout
+    └── StoreError
+        ├── StoreUnavailable    the store did not answer in time
+        └── StoreForeign        the store holds keys of another version
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "HeadersTooLarge",
+    "MalformedRequest",
+    "NotPlaced",
+    "RequestError",
+    "RequestTooLarge",
+    "RoostError",
+    "StoreError",
+    "StoreForeign",
+    "StoreUnavailable",
+    "UnknownModel",
+    "UpstreamBroken",
+    "UpstreamError",
+    "UpstreamSilent",
+    "UpstreamUnreachable",
+]
+
+
+class RoostError(Exception):
+    """Root of all errors that Roost raises on purpose. `status` is what a client is told."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+
+class RequestError(RoostError):
+    """The client's request cannot be served as it is."""
+
+    status = 400
+    code = "invalid_request"
+
+
+class MalformedRequest(RequestError):
+    """The body is not what its path asks for."""
+
+
+class UnknownModel(RequestError):
+    """No fleet serves that model."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class RequestTooLarge(RequestError):
+    """The body exceeds `limits.body_max_bytes`."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class HeadersTooLarge(RequestError):
+    """The headers exceed `limits.header_max_bytes`."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class NotPlaced(RoostError):
+    """No replica may take the turn now."""
+
+    status = 503
+    code = "no_replica"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UpstreamError(RoostError):
+    """A replica failed a turn."""
+
+    status = 502
+    code = "upstream_error"
+
+
+class UpstreamUnreachable(UpstreamError):
+    """No connection: nothing was sent, another replica may be tried."""
+
+    code = "upstream_unreachable"
+
+
+class UpstreamBroken(UpstreamError):
+    """The connection died or spoke nonsense."""
+
+    code = "upstream_broken"
+
+    def __init__(self, message: str, *, answered: bool = True) -> None:
+        """`answered`: whether any byte of the response had come."""
+        super().__init__(message)
+        self.answered = answered
+
+
+class UpstreamSilent(UpstreamError):
+    """The replica sent nothing for longer than the timeout."""
+
+    status = 504
+    code = "upstream_timeout"
+
+
+class StoreError(RoostError):
+    """The shared state cannot be used."""
+
+    status = 503
+    code = "store_unavailable"
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer in time, or refused."""
+
+
+class StoreForeign(StoreError):
+    """The store holds keys that another version of Roost wrote."""
