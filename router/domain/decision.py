@@ -87,6 +87,8 @@ class Placed:
     """Uncached prompt tokens expected there; what the lease counts as waiting prefill."""
     cached_tokens: int
     """Cached tokens predicted there; compared with what the engine then reports."""
+    held_once_tokens: int = 0
+    """Tokens of this prompt that the branch had left there, whether or not they are believed to be there still."""
 
 
 @dataclass(frozen=True, slots=True)

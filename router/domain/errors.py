@@ -1,19 +1,19 @@
 """The error tree. Foreign errors become these at the boundary where they arise, and nowhere else.
 
-    RoostError
-    ├── RequestError            the client's doing; carries an HTTP status
-    │   ├── MalformedRequest    400
-    │   ├── UnknownModel        404
-    │   ├── RequestTooLarge     413
-    │   └── HeadersTooLarge     431
-    ├── NotPlaced               503, with Retry-After: no replica may take the turn
-    ├── UpstreamError           a replica's doing
-    │   ├── UpstreamUnreachable 502: connection refused or timed out; nothing was sent
-    │   ├── UpstreamBroken      502: died, reset or spoke nonsense (before or after its head)
-    │   └── UpstreamSilent      504: no head, or no byte, for longer than the timeout
-    └── StoreError
-        ├── StoreUnavailable    the store did not answer in time
-        └── StoreForeign        the store holds keys of another version
+RoostError
+├── RequestError            the client's doing; carries an HTTP status
+│   ├── MalformedRequest    400
+│   ├── UnknownModel        404
+│   ├── RequestTooLarge     413
+│   └── HeadersTooLarge     431
+├── NotPlaced               503, with Retry-After: no replica may take the turn
+├── UpstreamError           a replica's doing
+│   ├── UpstreamUnreachable 502: connection refused or timed out; nothing was sent
+│   ├── UpstreamBroken      502: died, reset or spoke nonsense (before or after its head)
+│   └── UpstreamSilent      504: no head, or no byte, for longer than the timeout
+└── StoreError
+    ├── StoreUnavailable    the store did not answer in time
+    └── StoreForeign        the store holds keys of another version
 """
 
 from __future__ import annotations

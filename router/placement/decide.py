@@ -1,0 +1,133 @@
+"""The decision: a pure function of the turn, its lineage, the fleet and the policy. Same snapshot, same answer, on every router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from router.domain.decision import Cost, Decision, Placed, Reason, Refused
+from router.domain.replica import Fleet, Replica, Standing
+from router.domain.session import Binding, Residue
+from router.domain.turn import Facts, Turn
+from router.placement.cost import Rates, Tuning, rates_of
+from router.placement.filters import eligible, is_home
+from router.placement.lineage import Lineage
+from router.placement.policy import POLICIES, Choice
+
+__all__ = ["Tried", "decide", "turn_of"]
+
+Tried = Mapping[str, Literal["busy", "gone"]]
+"""Replicas that failed this turn: `busy` keeps its branches (the turn spills), `gone` loses this one (it rebinds)."""
+
+
+def turn_of(turn_id: str, facts: Facts, lineage: Lineage, rates: Rates, tuning: Tuning, sequence: int) -> Turn:
+    """The turn in tokens. Where the branch's newest prompt was counted by the engine, only what was added is estimated."""
+    total_bytes = lineage.tip.text_bytes if lineage.tip is not None else 0
+    shared_bytes = lineage.shared_bytes
+    known = lineage.known
+    if known is not None and known.tokens and known.text_bytes and shared_bytes >= known.text_bytes:
+        shared = known.tokens
+    else:
+        shared = int(shared_bytes * rates.tokens_per_byte)
+    prompt = shared + int((total_bytes - shared_bytes) * rates.tokens_per_byte)
+    output = tuning.expected_output_tokens
+    if facts.max_output_tokens is not None:
+        output = min(output, facts.max_output_tokens)
+    return Turn(turn_id, lineage.session, max(1, prompt), max(1, output), shared, lineage.fork, sequence)
+
+
+def decide(
+    turn: Turn,
+    lineage: Lineage,
+    fleet: Fleet,
+    policy: str,
+    tuning: Tuning,
+    *,
+    session_home: Binding | None = None,
+    only: Binding | None = None,
+    tried: Tried | None = None,
+) -> Decision:
+    """Place the turn, or refuse it. `only`: the replica that alone holds a stored response the turn names."""
+    tried = tried or {}
+    home = lineage.known.home if lineage.known is not None else None
+    candidates = eligible(fleet, home, tried)
+    reason: Reason | None = None
+    if only is not None:
+        holders = tuple(replica for replica in candidates if is_home(replica, only))
+        if holders:
+            candidates, reason = holders, Reason.STORED
+    if not candidates:
+        return Refused(_why(fleet, tried))
+    choice = Choice(
+        turn=turn,
+        branch=lineage.branch,
+        home=home,
+        session_home=session_home,
+        residues=lineage.parent.residues if lineage.parent is not None else (),
+        eligible=candidates,
+        fleet=fleet,
+        rates=rates_of(fleet),
+        tuning=tuning,
+    )
+    ranked = POLICIES[policy](choice)
+    best = fleet.get(ranked[0].replica)
+    if best is None:
+        raise LookupError(f"policy {policy} ranked a replica outside the fleet")
+    if reason is None:
+        reason = _reason(policy, lineage, home, best, fleet, tried)
+    return _placed(turn, best, reason, home, ranked, choice.residues)
+
+
+def _reason(policy: str, lineage: Lineage, home: Binding | None, best: Replica, fleet: Fleet, tried: Tried) -> Reason:
+    if lineage.known is None:
+        return Reason.NEW if lineage.parent is None else Reason.FORK
+    if is_home(best, home):
+        return Reason.HOME
+    if home is not None and tried.get(home.replica) == "busy":
+        return Reason.SPILL
+    alive = any(
+        is_home(replica, home) and replica.healthy and replica.standing is not Standing.DRAINING
+        for replica in fleet.replicas
+    )
+    if not alive or (home is not None and home.replica in tried):
+        return Reason.HOME_GONE
+    return Reason.REBIND if policy == "roost" else Reason.POLICY
+
+
+def _placed(
+    turn: Turn,
+    best: Replica,
+    reason: Reason,
+    home: Binding | None,
+    ranked: tuple[Cost, ...],
+    residues: tuple[Residue, ...],
+) -> Placed:
+    held = ranked[0].residency
+    cached = held.device_tokens + held.host_tokens
+    here = Binding(best.id, best.incarnation)
+    return Placed(
+        replica=best.id,
+        incarnation=best.incarnation,
+        url=best.url,
+        reason=reason,
+        binding=home if reason is Reason.SPILL and home is not None else here,
+        candidates=ranked,
+        prefill_tokens=max(0, turn.prompt_tokens - cached),
+        cached_tokens=cached,
+        held_once_tokens=next(
+            (
+                min(r.tokens, turn.shared_tokens)
+                for r in residues
+                if r.replica == best.id and r.incarnation == best.incarnation
+            ),
+            0,
+        ),
+    )
+
+
+def _why(fleet: Fleet, tried: Tried) -> str:
+    if not fleet.replicas:
+        return f"fleet {fleet.name} has no replicas"
+    if tried:
+        return f"no replica of fleet {fleet.name} is left to try ({len(tried)} failed this turn)"
+    return f"no replica of fleet {fleet.name} is ready ({len(fleet.replicas)} known)"

@@ -1,0 +1,105 @@
+"""Which branch a turn continues, or what it forks from.
+
+A turn continues the branch of its deepest known boundary, if that branch is idle or the boundary is its tip; otherwise it
+is a fork: a new branch that shares a known prefix with its parent. A boundary met in another session (of the same tenant: the
+chain is seeded with it) is a fork too. Nothing known: a new branch. A branch that is new to its session, but begins with the
+same tools and system prompt as one of its branches (a compacted history, a subagent of the same kind), shares that head.
+
+A branch's id follows from the end of its first prompt and its session, so that routers which cannot talk agree on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from xxhash import xxh3_128_hexdigest
+
+from router.domain.session import Boundary, Branch
+from router.domain.shared import Ask, View
+from router.domain.turn import Facts
+
+__all__ = ["Lineage", "ask_for", "kept_tips", "trace"]
+
+NEWEST_TIPS: Final = 4
+"""Tips kept without gaps; beyond them one per doubling of age."""
+TIPS_MAX: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where a turn comes from."""
+
+    branch: str
+    session: str
+    known: Branch | None
+    """The record of the branch it continues; None for a new one."""
+    parent: Branch | None
+    """The branch whose KV it can reuse: `known` itself, or what it forks from, or the one with the same head."""
+    shared_bytes: int
+    """Prompt text in common with `parent`."""
+    tip: Boundary | None
+    """The end of this prompt."""
+
+    @property
+    def fork(self) -> bool:
+        """Whether the turn begins a branch."""
+        return self.known is None
+
+
+def ask_for(facts: Facts) -> Ask:
+    """What to ask the store about a turn."""
+    chain = facts.chain
+    return Ask(
+        session=facts.session,
+        boundaries=tuple(boundary.hash for boundary in reversed(chain)),
+        head=chain[facts.head - 1].hash if 0 < facts.head <= len(chain) else None,
+        response_id=facts.refers_to,
+    )
+
+
+def trace(facts: Facts, view: View, turn: str) -> Lineage:
+    """Continuation, fork or new branch. `turn` names branches of prompts without a chain."""
+    tip = facts.chain[-1] if facts.chain else None
+    known = view.branch
+    if known is not None and view.depth is not None:
+        met = facts.chain[len(facts.chain) - 1 - view.depth]
+        same_session = facts.session is None or facts.session == known.session
+        at_tip = bool(known.tips) and known.tips[0].hash == met.hash
+        if same_session and (known.in_flight == 0 or at_tip):
+            return Lineage(known.id, known.session, known, known, met.text_bytes, tip)
+        return _fork(facts, tip, turn, known, met.text_bytes)
+    if view.head_branch is not None:
+        return _fork(facts, tip, turn, view.head_branch, facts.chain[facts.head - 1].text_bytes)
+    return _fork(facts, tip, turn, None, 0)
+
+
+def _fork(facts: Facts, tip: Boundary | None, turn: str, parent: Branch | None, shared_bytes: int) -> Lineage:
+    root = tip.hash if tip is not None else turn
+    session = facts.session or xxh3_128_hexdigest(f"anonymous/{facts.tenant}/{root}".encode())[:24]
+    branch = xxh3_128_hexdigest(f"{session}/{root}".encode())
+    return Lineage(branch, session, None, parent, shared_bytes, tip)
+
+
+def kept_tips(known: Branch | None, tip: Boundary | None) -> tuple[Boundary, ...]:
+    """The tips a branch keeps once `tip` is its newest: the last few, then one per doubling of age, so that a fork from
+    far back still finds its branch and a long conversation keeps few."""
+    older = [] if known is None else [old for old in known.tips if tip is None or old.hash != tip.hash]
+    tips = ([tip] if tip is not None else []) + older
+    if len(tips) <= TIPS_MAX:
+        return tuple(tips)
+    return tuple(_thin(tips))
+
+
+def _thin(tips: list[Boundary]) -> list[Boundary]:
+    """Drop the tip, beyond the newest, whose neighbours are closest relative to their distance from the newest in text."""
+    newest = tips[0].text_bytes
+
+    def gap(index: int) -> float:
+        before, after = tips[index - 1].text_bytes, tips[index + 1].text_bytes
+        return abs(before - after) / (1 + abs(newest - tips[index].text_bytes))
+
+    while len(tips) > TIPS_MAX:
+        tips = tips.copy()
+        del tips[min(range(NEWEST_TIPS, len(tips) - 1), key=gap)]
+    return tips
