@@ -1,0 +1,50 @@
+"""Every setting of the router in one place, and how it is read.
+
+`load` lays four layers over each other: flags win over the environment (`ROOST_STORE__URL`), the environment over the
+YAML file, the file over the defaults in `model`. What is wrong in any of them comes back as plain sentences, all at
+once, that name the key, where it was set, what was wrong and what is allowed.
+"""
+
+from router.settings.load import Flags, load
+from router.settings.model import (
+    Admin,
+    Fleet,
+    Identity,
+    Limits,
+    Listen,
+    Log,
+    Placement,
+    Policy,
+    Profile,
+    Repair,
+    Settings,
+    Store,
+    StoreKind,
+    Timeouts,
+)
+from router.settings.problems import ConfigError, Problem
+from router.settings.rules import cautions
+from router.settings.show import effective
+
+__all__ = [
+    "Admin",
+    "ConfigError",
+    "Flags",
+    "Fleet",
+    "Identity",
+    "Limits",
+    "Listen",
+    "Log",
+    "Placement",
+    "Policy",
+    "Problem",
+    "Profile",
+    "Repair",
+    "Settings",
+    "Store",
+    "StoreKind",
+    "Timeouts",
+    "cautions",
+    "effective",
+    "load",
+]

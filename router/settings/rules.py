@@ -1,0 +1,141 @@
+"""What settings must be to each other: contradictions (errors) and cautions (said, and gone on)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from router.settings.problems import Problem
+
+if TYPE_CHECKING:
+    from router.settings.model import Settings
+
+__all__ = ["ENGINE_KEEPALIVE_S", "ContradictionError", "cautions", "contradictions", "follow_url"]
+
+ENGINE_KEEPALIVE_S = 5.0
+"""SGLang closes an idle connection after this many seconds (SGLANG_TIMEOUT_KEEP_ALIVE, default of 0.5.23)."""
+
+_ANY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 (compared with, not bound to)
+
+
+class ContradictionError(ValueError):
+    """Settings that are fine one by one and not together."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("; ".join(map(str, problems)))
+        self.problems = problems
+
+
+def follow_url(store: Any) -> Any:
+    """Within one layer, a URL alone implies kind redis, and another kind alone forgets the URL of a lower layer.
+
+    So `--redis URL` wins over a file that says `kind: memory`, and `--store memory` over one that names a URL. What is
+    not a mapping is left for pydantic to refuse.
+    """
+    if not isinstance(store, dict):
+        return store
+    if store.get("url") is not None and "kind" not in store:
+        return {**store, "kind": "redis"}
+    if store.get("kind") in {"embedded", "memory"} and "url" not in store:
+        return {**store, "url": None}
+    return store
+
+
+def contradictions(settings: Settings) -> tuple[Problem, ...]:
+    """All of them, in the order of the settings."""
+    return (*_listeners(settings), *_store(settings), *_fleets(settings))
+
+
+def cautions(settings: Settings) -> tuple[Problem, ...]:
+    """What is allowed and probably not meant."""
+    found = []
+    if settings.timeouts.keepalive_s >= ENGINE_KEEPALIVE_S:
+        found.append(
+            Problem(
+                ("timeouts", "keepalive_s"),
+                f"{settings.timeouts.keepalive_s:g} s is not below the {ENGINE_KEEPALIVE_S:g} s after which SGLang "
+                "closes an "
+                "idle connection, so turns will now and then meet a closed one",
+                f"less than {ENGINE_KEEPALIVE_S:g}, or a larger SGLANG_TIMEOUT_KEEP_ALIVE on every replica",
+            )
+        )
+    if settings.identity.mint and "x-roost-session" not in settings.identity.session_headers:
+        found.append(
+            Problem(
+                ("identity", "mint"),
+                "session ids are made up and returned in x-roost-session, which is not among the headers read",
+                "x-roost-session in identity.session_headers",
+            )
+        )
+    return tuple(found)
+
+
+def _listeners(settings: Settings) -> Iterator[Problem]:
+    listen, admin = settings.listen, settings.admin
+    one_address = listen.host == admin.host or not _ANY_ADDRESS.isdisjoint({listen.host, admin.host})
+    if listen.port == admin.port != 0 and one_address:
+        yield Problem(
+            ("admin", "port"),
+            f"{admin.port} is also listen.port; clients must not reach the admin API",
+            "a port of its own",
+        )
+    if settings.workers > 1 and listen.port == 0:
+        yield Problem(
+            ("listen", "port"), f"0 would give each of the {settings.workers} workers another port", "a fixed port"
+        )
+
+
+def _store(settings: Settings) -> Iterator[Problem]:
+    store = settings.store
+    if store.kind == "redis" and store.url is None:
+        yield Problem(("store", "url"), "store.kind is redis and there is no URL", "redis://HOST:PORT/DB")
+    if store.kind != "redis" and store.url is not None:
+        yield Problem(
+            ("store", "kind"),
+            f"{store.kind} does not go with store.url, which names a shared store",
+            "redis, or no URL",
+        )
+    if store.kind == "memory" and settings.workers > 1:
+        yield Problem(
+            ("store", "kind"),
+            f"memory is not shared, and there are {settings.workers} workers",
+            "embedded or redis; or workers: 1",
+        )
+    if store.lease_renew_s >= store.lease_ttl_s:
+        yield Problem(
+            ("store", "lease_renew_s"),
+            f"{store.lease_renew_s:g} s is not below store.lease_ttl_s ({store.lease_ttl_s:g} s), so running turns "
+            "would lose "
+            "their lease",
+            f"less than {store.lease_ttl_s:g}; a third of it is good",
+        )
+
+
+def _fleets(settings: Settings) -> Iterator[Problem]:
+    names: dict[str, int] = {}
+    models: dict[str, str] = {}
+    replicas: dict[str, str] = {}
+    for i, fleet in enumerate(settings.fleets):
+        if fleet.name in names:
+            yield Problem(
+                ("fleets", i, "name"),
+                f"{fleet.name!r} is already the name of fleets[{names[fleet.name]}]",
+                "another name",
+            )
+        names.setdefault(fleet.name, i)
+        for j, model in enumerate(fleet.models):
+            if model in models:
+                yield Problem(
+                    ("fleets", i, "models", j),
+                    f"{model!r} is already served by {models[model]}, so a turn could not know where to go",
+                    "each model in one fleet, once",
+                )
+            models.setdefault(model, f"fleets[{i}] ({fleet.name!r})")
+        for j, url in enumerate(fleet.replicas):
+            if url in replicas:
+                yield Problem(
+                    ("fleets", i, "replicas", j),
+                    f"{url} is already in {replicas[url]}, and its turns would be counted twice",
+                    "each replica in one fleet, once",
+                )
+            replicas.setdefault(url, f"fleets[{i}] ({fleet.name!r})")

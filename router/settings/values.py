@@ -1,0 +1,115 @@
+"""The kinds of value a setting may have, each with the sentence that says what is allowed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+__all__ = [
+    "Allowed",
+    "Count",
+    "FieldPath",
+    "FleetName",
+    "HeaderName",
+    "KeyPrefix",
+    "Port",
+    "Positive",
+    "RedisUrl",
+    "ReplicaUrl",
+    "Seconds",
+    "Share",
+    "Text",
+    "mask_url",
+]
+
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+# Up to the last @, wherever it stands: hiding too much is better than hiding half of a password with a slash in it.
+_USERINFO = re.compile(r"(?<=//)([^/@:]*):?.*@")
+_SECRET_QUERY = re.compile(r"(?<=[?&])((?:password|username)=)[^&#]*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Metadata of a field: what is allowed, in words. The value of a `secret` one is never repeated in a message."""
+
+    text: str
+    secret: bool = False
+
+
+def mask_url(url: str) -> str:
+    """The URL with its password, if it has one, replaced by `***`."""
+    masked = _USERINFO.sub(lambda found: f"{found[1]}:***@", url)
+    return _SECRET_QUERY.sub(r"\1***", masked)
+
+
+def _no_bool(value: object) -> object:
+    """YAML reads `yes` and `on` as true, and pydantic true as 1: a number must be written as one."""
+    if isinstance(value, bool):
+        raise ValueError("is yes or no, not a number")  # noqa: TRY004 (pydantic gathers ValueErrors)
+    return value
+
+
+def _header(value: str) -> str:
+    if not _HEADER.fullmatch(value):
+        raise ValueError("is not a header name")
+    return value.lower()
+
+
+def _redis_url(value: str) -> str:
+    scheme, _, rest = value.partition("://")
+    if scheme not in {"redis", "rediss", "unix"} or not rest:
+        raise ValueError("is not a Redis URL")
+    return value
+
+
+def _replica_url(value: str) -> str:
+    """The root of a server, without a trailing slash, host in lower case."""
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise ValueError("is not a URL") from None
+    if parts.scheme not in {"http", "https"}:
+        raise ValueError("does not begin with http:// or https://")
+    if not parts.hostname or port == 0:
+        raise ValueError("names no host" if not parts.hostname else "has port 0")
+    if "@" in parts.netloc:
+        raise ValueError("has a user or password in it")
+    if parts.path not in {"", "/"} or parts.query or parts.fragment:
+        raise ValueError("goes on after HOST:PORT; give the root of the server, without /v1")
+    return f"{parts.scheme}://{parts.netloc.lower()}"
+
+
+Text = Annotated[str, Field(min_length=1), Allowed("text, in quotes if it looks like a number")]
+Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535)]
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
+Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
+Share = Annotated[float, BeforeValidator(_no_bool), Field(ge=0)]
+
+HeaderName = Annotated[str, AfterValidator(_header), Allowed("header names: letters, digits, '-' and '_'")]
+FieldPath = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$"),
+    Allowed("fields of the request body, nested ones with dots as in metadata.user_id"),
+]
+FleetName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"),
+    Allowed("1 to 63 letters, digits, '.', '_' and '-', a letter or digit first"),
+]
+KeyPrefix = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"),  # no braces or colons: the keys have their own
+    Allowed("1 to 63 letters, digits, '.', '_' and '-', a letter or digit first"),
+]
+ReplicaUrl = Annotated[str, AfterValidator(_replica_url), Allowed("http://HOST:PORT or https://HOST:PORT")]
+RedisUrl = Annotated[
+    str,
+    AfterValidator(_redis_url),
+    Allowed("redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH", secret=True),
+]
