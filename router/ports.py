@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from router.domain.outcome import Usage
 from router.domain.shared import Acquired, Ask, Claim, Member, Membership, Settlement, Stale, View
 
 __all__ = [
     "Acquired",
+    "BodyReader",
+    "Downstream",
     "Ask",
     "Claim",
     "Clock",
@@ -154,4 +157,74 @@ class Upstream(Protocol):
 
     async def close(self) -> None:
         """Close all connections."""
+        ...
+
+
+class BodyReader(Protocol):
+    """Reads a response in passing and keeps no body; see `router.upstream.sse`. Never raises."""
+
+    def feed(self, data: bytes) -> None:
+        """Look at the next bytes of the body."""
+        ...
+
+    def finish(self) -> None:
+        """The body has ended."""
+        ...
+
+    @property
+    def first_output(self) -> bool:
+        """Whether output (not merely a head event) has come."""
+        ...
+
+    @property
+    def output_events(self) -> int:
+        """Events that carried output."""
+        ...
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts seen so far."""
+        ...
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the dialect's terminal event has come."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """A bounded code, where the body carried an error."""
+        ...
+
+    @property
+    def response_id(self) -> str | None:
+        """The id under which the engine may have stored the response."""
+        ...
+
+
+# --- the downstream --------------------------------------------------------------------------------------------------
+
+
+class Downstream(Protocol):
+    """The client's side of one turn."""
+
+    @property
+    def started(self) -> bool:
+        """Whether the response's head has been written."""
+        ...
+
+    def start(self, head: ResponseHead, extra: Sequence[tuple[bytes, bytes]]) -> None:
+        """Write the head: the replica's, without its hop-by-hop headers, and `extra` ones."""
+        ...
+
+    def bind(self, exchange: Exchange) -> None:
+        """Pause and resume `exchange` as the client falls behind and catches up."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Write body bytes, at once."""
+        ...
+
+    def end(self) -> None:
+        """End the body cleanly."""
         ...

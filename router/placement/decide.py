@@ -83,7 +83,7 @@ def _reason(policy: str, lineage: Lineage, home: Binding | None, best: Replica, 
         return Reason.NEW if lineage.parent is None else Reason.FORK
     if is_home(best, home):
         return Reason.HOME
-    if home is not None and tried.get(home.replica) == "busy":
+    if home is not None and tried.get(home.replica) == "busy" and _left_something(lineage, home):
         return Reason.SPILL
     alive = any(
         is_home(replica, home) and replica.healthy and replica.standing is not Standing.DRAINING
@@ -92,6 +92,14 @@ def _reason(policy: str, lineage: Lineage, home: Binding | None, best: Replica, 
     if not alive or (home is not None and home.replica in tried):
         return Reason.HOME_GONE
     return Reason.REBIND if policy == "roost" else Reason.POLICY
+
+
+def _left_something(lineage: Lineage, home: Binding) -> bool:
+    """Whether the branch has been served at its home: a home that was full from the start holds nothing to return to."""
+    known = lineage.known
+    return known is not None and any(
+        residue.replica == home.replica and residue.incarnation == home.incarnation for residue in known.residues
+    )
 
 
 def _placed(

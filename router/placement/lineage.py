@@ -22,8 +22,7 @@ from router.domain.turn import Facts
 __all__ = ["Lineage", "ask_for", "kept_tips", "trace"]
 
 NEWEST_TIPS: Final = 4
-"""Tips kept without gaps; beyond them one per doubling of age."""
-TIPS_MAX: Final = 12
+"""Tips kept without gaps; older ones thin out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +80,15 @@ def _fork(facts: Facts, tip: Boundary | None, turn: str, parent: Branch | None, 
     return Lineage(branch, session, None, parent, shared_bytes, tip)
 
 
-def kept_tips(known: Branch | None, tip: Boundary | None) -> tuple[Boundary, ...]:
-    """The tips a branch keeps once `tip` is its newest: the last few, then one per doubling of age, so that a fork from
-    far back still finds its branch and a long conversation keeps few."""
+def kept_tips(known: Branch | None, tip: Boundary | None, limit: int) -> tuple[Boundary, ...]:
+    """The tips a branch keeps once `tip` is its newest: the last few, then ever sparser ones, so that a fork from far
+    back still finds its branch and a long conversation keeps at most `limit`."""
     older = [] if known is None else [old for old in known.tips if tip is None or old.hash != tip.hash]
     tips = ([tip] if tip is not None else []) + older
-    if len(tips) <= TIPS_MAX:
-        return tuple(tips)
-    return tuple(_thin(tips))
+    return tuple(_thin(tips, limit))
 
 
-def _thin(tips: list[Boundary]) -> list[Boundary]:
+def _thin(tips: list[Boundary], limit: int) -> list[Boundary]:
     """Drop the tip, beyond the newest, whose neighbours are closest relative to their distance from the newest in text."""
     newest = tips[0].text_bytes
 
@@ -99,7 +96,7 @@ def _thin(tips: list[Boundary]) -> list[Boundary]:
         before, after = tips[index - 1].text_bytes, tips[index + 1].text_bytes
         return abs(before - after) / (1 + abs(newest - tips[index].text_bytes))
 
-    while len(tips) > TIPS_MAX:
-        tips = tips.copy()
-        del tips[min(range(NEWEST_TIPS, len(tips) - 1), key=gap)]
+    while len(tips) > limit:
+        inner = range(NEWEST_TIPS, len(tips) - 1)
+        del tips[min(inner, key=gap) if inner else -1]
     return tips

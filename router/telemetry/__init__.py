@@ -1,0 +1,1 @@
+"""What happened, told once as a frozen event and rendered as metrics and log lines."""

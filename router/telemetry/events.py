@@ -1,0 +1,64 @@
+"""The events of a turn. They carry no prompt, no key and no raw session id; every label they feed is bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.domain.decision import Reason
+from router.domain.outcome import Outcome
+
+__all__ = ["Observer", "TurnFinished", "TurnRefused", "TurnStarted"]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStarted:
+    """A turn holds its place at a replica. Exactly one `TurnFinished` with the same turn and replica follows."""
+
+    turn: str
+    fleet: str
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFinished:
+    """A turn, or one attempt at it, is settled."""
+
+    turn: str
+    fleet: str
+    replica: str
+    dialect: str
+    policy: str
+    reason: Reason
+    session: str
+    """Tenant-scoped session key (a digest)."""
+    session_source: str
+    branch: str
+    outcome: Outcome
+    prompt_tokens: int
+    """As the engine counted, else as estimated."""
+    predicted_cached_tokens: int
+    place_s: float
+    """Seconds from the request's last byte to the commit: identify, fetch, decide, acquire."""
+    attempt: int
+    """1 for the first replica tried."""
+    blind: bool
+    """Placed without the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRefused:
+    """A request that never reached a replica."""
+
+    fleet: str
+    dialect: str
+    code: str
+    """The error's code (`router.domain.errors`)."""
+
+
+class Observer(Protocol):
+    """Renders events. Must not raise and must not block."""
+
+    def emit(self, event: TurnStarted | TurnFinished | TurnRefused) -> None:
+        """Take in one event."""
+        ...
