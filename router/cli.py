@@ -109,7 +109,7 @@ def router(
         policy=policy,
     )
     settings = _loaded(config, flags)
-    from router.main import run
+    from router.supervisor import run
 
     raise typer.Exit(run(settings))
 

@@ -88,6 +88,10 @@ class Store(Protocol):
         """Forget a member with its load and beliefs; False where it was not there."""
         ...
 
+    async def put_report(self, fleet: str, replica_id: str, raw: bytes, ttl_s: float) -> None:
+        """Keep the raw report of a replica's agent for `ttl_s` seconds; `members` returns it."""
+        ...
+
 
 # --- the upstream ----------------------------------------------------------------------------------------------------
 
@@ -199,6 +203,16 @@ class BodyReader(Protocol):
     @property
     def response_id(self) -> str | None:
         """The id under which the engine may have stored the response."""
+        ...
+
+    @property
+    def mid_event(self) -> bool:
+        """Whether a stream stands inside an event."""
+        ...
+
+    @property
+    def next_sequence(self) -> int | None:
+        """The `sequence_number` that a further event of a Responses stream must carry."""
         ...
 
 

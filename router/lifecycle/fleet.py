@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from router.contract import Phase, Report, decode_report
-from router.discovery.observation import Engine, Failure, Observation
+from router.discovery.observation import Failure, Observation
 from router.domain.errors import StoreError
 from router.domain.replica import ZERO_LOAD, Beliefs, Capacity, Fleet, Profile, Replica, Standing
 from router.domain.shared import Member, Membership, View
@@ -88,11 +88,14 @@ class FleetRuntime:
         self._store = store
         self._prober = prober
         self._clock = clock
-        self._membership = Membership(version=-1, now_s=0.0)
-        self._health: dict[str, ReplicaHealth] = {}
+        configured = tuple(Member(replica_id(url), url, "config") for url in spec.replicas)
+        self._membership = Membership(version=-1, now_s=0.0, members=configured)
+        self._enrolled = False
+        self._health: dict[str, ReplicaHealth] = {member.id: ReplicaHealth() for member in configured}
         self._last_view: View | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self._refreshed = asyncio.Condition()
+        self._refreshed = asyncio.Event()
+        """Someone else read the membership again: there may be new members to probe."""
         self.problems: dict[str, str] = {}
         """By replica id: what is wrong with what it says, for the admin API."""
 
@@ -107,6 +110,7 @@ class FleetRuntime:
                 await self._store.remove_member(self.name, member.id)
         for member_id, url in urls.items():
             await self._store.put_member(self.name, Member(member_id, url, "config"), only_if_absent=True)
+        self._enrolled = True
         await self.refresh()
 
     async def refresh(self) -> None:
@@ -119,8 +123,7 @@ class FleetRuntime:
             self.problems.pop(gone, None)
         for member in self.members:
             self._health.setdefault(member.id, ReplicaHealth())
-        async with self._refreshed:
-            self._refreshed.notify_all()
+        self._refreshed.set()
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -155,18 +158,21 @@ class FleetRuntime:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Probe every member and follow the membership until cancelled."""
+        """Enrol, then probe every member and follow the membership until cancelled.
+
+        While the store is away the membership last known, at first the configured one, stands.
+        """
         try:
             while True:
-                self._start_probes()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self.spec.probe_interval_s), self._refreshed:
-                        await self._refreshed.wait()
-                    continue
                 try:
-                    await self.refresh()
+                    await (self.refresh() if self._enrolled else self.enrol())
                 except StoreError as error:
                     log.debug("membership of %s not read: %s", self.name, error)
+                self._start_probes()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.spec.probe_interval_s):
+                        await self._refreshed.wait()
+                self._refreshed.clear()
         finally:
             for task in self._probes.values():
                 task.cancel()
@@ -322,16 +328,17 @@ class FleetRuntime:
             return tuple(name for name in self.spec.models if name != "*") or self._discovered()
         return self._discovered()
 
+    def context_length(self) -> int | None:
+        """The longest context that every replica takes, tokens; None where none says."""
+        seen = (health.observation for health in self._health.values())
+        return min((o.context_length for o in seen if o is not None and o.context_length is not None), default=None)
+
     def _discovered(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for member in self.members for name in member.models))
 
     def health(self, member_id: str) -> ReplicaHealth | None:
         """This router's own view of one replica."""
         return self._health.get(member_id)
-
-    def engines(self) -> Sequence[Engine]:
-        """What kinds of server the replicas are."""
-        return [h.observation.engine for h in self._health.values() if h.observation is not None]
 
 
 def _incarnation(member: Member, seen: Observation, health: ReplicaHealth) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -55,6 +56,7 @@ BUSY_STATUS: Final = 503
 """What SGLang answers when its queue is full (srt/managers/scheduler.py `_abort_on_queued_limit`)."""
 
 ReaderFor = Callable[[Facts, ResponseHead], BodyReader]
+Label = Callable[[Placed, Turn], Sequence[tuple[bytes, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,15 @@ class _Passage:
     first_output_s: float | None = None
     bytes_sent: int = 0
     status: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """Who the turn is served to."""
+
+    down: Downstream
+    label: Label
+    reading: Callable[[BodyReader], None]
 
 
 @dataclass(slots=True)
@@ -128,6 +139,9 @@ class Turns:
         self._limits = limits
         self._sequence = 0
         self._settling: set[asyncio.Task[None]] = set()
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def serve(
         self,
@@ -135,21 +149,32 @@ class Turns:
         facts: Facts,
         forward: ForwardRequest,
         down: Downstream,
-        label: Callable[[Placed, Turn], Sequence[tuple[bytes, bytes]]],
-    ) -> BodyReader:
-        """Serve one turn and return what was read of its response. `label` gives the headers that explain the placement.
+        label: Label,
+        reading: Callable[[BodyReader], None],
+    ) -> None:
+        """Serve one turn. `label` gives the headers that explain the placement; `reading` is told of the response's reader.
 
         Raises NotPlaced and UpstreamError; when `down.started` by then, the response broke midway.
         """
-        turn_id = self._new_id()
-        attempts = _Attempts()
-        began_s = self._clock.monotonic_s()
-        held = await self._place(fleet, facts, turn_id, attempts, began_s)
-        while True:
-            passage, retry = await self._attempt(held, facts, forward, down, label, attempts)
-            if retry is None:
-                return passage.reader
-            held = retry
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            attempts = _Attempts()
+            held = await self._place(fleet, facts, self._new_id(), attempts, self._clock.monotonic_s())
+            client = _Client(down, label, reading)
+            while (retry := await self._attempt(held, facts, forward, client, attempts)) is not None:
+                held = retry
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def idle(self, patience_s: float) -> int:
+        """Wait until no turn is under way, at most `patience_s`; returns how many still are."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._idle.wait()
+        return self._under_way
 
     async def drained(self) -> None:
         """Wait until everything acquired is settled."""
@@ -304,10 +329,9 @@ class Turns:
         held: _Held,
         facts: Facts,
         forward: ForwardRequest,
-        down: Downstream,
-        label: Callable[[Placed, Turn], Sequence[tuple[bytes, bytes]]],
+        client: _Client,
         attempts: _Attempts,
-    ) -> tuple[_Passage, _Held | None]:
+    ) -> _Held | None:
         """Send the turn where it was placed. Returns the place to try next where that is safe, else None when done."""
         passage = _Passage(_NO_READER)
         end = End.UNREACHED
@@ -320,18 +344,18 @@ class Turns:
                 next_place = await self._after_failure(held, facts, attempts, error)
                 if next_place is None:
                     raise
-                return passage, next_place
+                return next_place
             end = End.UPSTREAM_ERROR
             passage.status = exchange.head.status
             if exchange.head.status == BUSY_STATUS:
                 next_place = await self._elsewhere(held, facts, attempts, "busy")
                 if next_place is not None:
-                    return passage, next_place
+                    return next_place
             end = End.UPSTREAM_BROKEN
-            await self._relay(held, facts, exchange, passage, down, label)
+            await self._relay(held, facts, exchange, passage, client)
             failed = exchange.head.status >= 400 or passage.reader.error is not None
             end = End.UPSTREAM_ERROR if failed else End.COMPLETE
-            return passage, None
+            return None
         except asyncio.CancelledError:
             end = End.COMPLETE if passage.reader.terminal else End.CLIENT_GONE
             raise
@@ -348,11 +372,12 @@ class Turns:
         facts: Facts,
         exchange: Exchange,
         passage: _Passage,
-        down: Downstream,
-        label: Callable[[Placed, Turn], Sequence[tuple[bytes, bytes]]],
+        client: _Client,
     ) -> None:
+        down = client.down
         passage.reader = self._reader_for(facts, exchange.head)
-        down.start(exchange.head, label(held.record.placed, held.record.turn))
+        client.reading(passage.reader)
+        down.start(exchange.head, client.label(held.record.placed, held.record.turn))
         down.bind(exchange)
         await exchange.relay(self._receiver(held, passage, down))
         passage.reader.finish()
@@ -504,6 +529,8 @@ class _NoReader:
     terminal = False
     error: str | None = None
     response_id: str | None = None
+    mid_event = False
+    next_sequence: int | None = None
 
     def __init__(self) -> None:
         self.usage = Outcome(End.UNREACHED).usage

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from hmac import compare_digest
 from typing import Any, Final
 
 import msgspec
@@ -21,15 +22,16 @@ import msgspec
 from router.domain.errors import MalformedRequest
 from router.domain.session import Boundary
 from router.domain.turn import Dialect, Facts
-from router.placement.prefix import Canon, chain_messages, chain_text, chain_token_ids, seed
+from router.placement.prefix import ITEM_KEYS_UNSEEN, Canon, chain_messages, chain_text, chain_token_ids, seed
 
-__all__ = ["ANONYMOUS", "Identity", "Rules"]
+__all__ = ["ANONYMOUS", "Identity", "Rules", "session_key", "session_token", "tenant_of"]
 
 ANONYMOUS: Final = "anonymous"
 """The tenant of requests without an API key."""
 BOUNDARIES_MAX: Final = 512
 """Deepest boundaries kept of a chain; older ones could only be met by rewinding further than any branch remembers."""
 
+_TOKEN_HEADER: Final = b"x-roost-session"
 _RAW: Final = msgspec.Raw()
 _NULLISH: Final = (b"", b"null")
 
@@ -47,10 +49,11 @@ class Rules:
 class Identity:
     """Reads facts; holds only the rules, compiled decoders and the digest memory."""
 
-    def __init__(self, rules: Rules, canon: Canon | None = None) -> None:
+    def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._headers = tuple(name.lower().encode() for name in rules.session_headers)
-        self._canon = canon or Canon()
+        self._canon = Canon()
+        self._canon_items = Canon(ITEM_KEYS_UNSEEN)
         self._fields = tuple(tuple(field.split(".")) for field in rules.session_fields)
         extra = {path[0] for path in self._fields}
         self._typed = {dialect: _decoder(extra, lists) for dialect, lists in _LISTS.items()}
@@ -99,7 +102,8 @@ class Identity:
         for name in self._headers:
             value = headers.get(name)
             if value:
-                return session_key(tenant, value), name.decode()
+                made_here = _sealed_session(tenant, value) if name == _TOKEN_HEADER else None
+                return made_here or session_key(tenant, value), name.decode()
         return None, "none"
 
     def _from_fields(self, tenant: str, fields: Any) -> tuple[str | None, str]:
@@ -118,7 +122,8 @@ class Identity:
         match dialect:
             case Dialect.CHAT | Dialect.MESSAGES | Dialect.RESPONSES:
                 messages, leading = _messages(dialect, fields)
-                chain = chain_messages(start, len(tools), messages, self._canon)
+                canon = self._canon_items if dialect is Dialect.RESPONSES else self._canon
+                chain = chain_messages(start, len(tools), messages, canon)
                 return chain, min(leading, len(chain))
             case _:
                 return _raw_prompt(start, fields), 0
@@ -139,6 +144,20 @@ def tenant_of(headers: Mapping[bytes, bytes]) -> str:
 def session_key(tenant: str, raw: bytes) -> str:
     """The tenant-scoped key of a session id, however long or malformed."""
     return blake2b(raw.strip(), digest_size=12, key=tenant.encode()[:64], person=b"roost-session").hexdigest()
+
+
+def session_token(tenant: str, session: str) -> str:
+    """A session's key as a client may send it back in `x-roost-session`: it names that session again, for its tenant only."""
+    return f"{session}-{_seal(tenant, session)}"
+
+
+def _seal(tenant: str, session: str) -> str:
+    return blake2b(session.encode(), digest_size=8, key=tenant.encode()[:64], person=b"roost-token").hexdigest()
+
+
+def _sealed_session(tenant: str, value: bytes) -> str | None:
+    session, _, seal = value.strip().decode("ascii", "replace").partition("-")
+    return session if seal and compare_digest(seal.encode(), _seal(tenant, session).encode()) else None
 
 
 def _dig(raw: msgspec.Raw, path: tuple[str, ...]) -> str | None:

@@ -31,6 +31,10 @@ _encode = msgspec.json.Encoder().encode
 UNSEEN_KEYS: Final = frozenset({"cache_control", "signature", "is_error", "citations", "annotations"})
 """Message and block keys that never reach a prompt."""
 
+ITEM_KEYS_UNSEEN: Final = frozenset({"id", "status"})
+"""Keys of a Responses item that never reach a prompt (serving_responses.py). Codex gives the same text other ids in
+every thread."""
+
 FINE_CELL_BYTES: Final = 1024
 FINE_CELLS: Final = 64
 COARSE_CELL_BYTES: Final = 8192
@@ -52,9 +56,11 @@ class Canon:
     (about 4 µs a message). Invisible but for speed; bounded by two generations of `size` entries.
     """
 
-    __slots__ = ("_new", "_old", "_size")
+    __slots__ = ("_new", "_old", "_size", "_unseen")
 
-    def __init__(self, size: int = 32_768) -> None:
+    def __init__(self, unseen: frozenset[str] = frozenset(), size: int = 32_768) -> None:
+        """`unseen`: further keys of a message itself that do not count."""
+        self._unseen = unseen
         self._new: dict[bytes, tuple[bytes, int]] = {}
         self._old: dict[bytes, tuple[bytes, int]] = {}
         self._size = size
@@ -67,7 +73,7 @@ class Canon:
             return found
         found = self._old.get(key)
         if found is None:
-            parts = canonical(bytes(raw))
+            parts = canonical(bytes(raw), self._unseen)
             found = (xxh3_128_digest(b"\x1e".join(parts)), sum(map(len, parts)))
         if len(self._new) >= self._size:
             self._old, self._new = self._new, {}
@@ -115,7 +121,7 @@ def chain_token_ids(start: bytes, ids: Sequence[int]) -> tuple[Boundary, ...]:
     return chain_text(start, packed)
 
 
-def canonical(raw: bytes) -> list[bytes]:
+def canonical(raw: bytes, unseen: frozenset[str] = frozenset()) -> list[bytes]:
     """The parts of one message that a chat template would see. Unreadable bytes are returned as they are."""
     try:
         message = _decode(raw)
@@ -131,7 +137,7 @@ def canonical(raw: bytes) -> list[bytes]:
     parts = [_text(role) if isinstance(role, str) else b""]
     content = message.pop("content", None)
     parts += _content(content)
-    rest = _seen(message)
+    rest = _seen({key: item for key, item in message.items() if key not in unseen})
     if rest:
         parts.append(_encode(dict(sorted(rest.items()))))
     return parts

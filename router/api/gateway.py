@@ -1,0 +1,217 @@
+"""The public listener: reads facts from a request, changes nothing, and hands it to the life of a turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from router.api.downstream import Downstream, read_body
+from router.api.errors import error_frame, render
+from router.api.health import Health
+from router.api.paths import BROADCAST, error_dialect, stored_response, turn_dialect
+from router.api.repair import repair
+from router.contract import REASON_HEADER, REPAIRED_HEADER, REPLICA_HEADER, SESSION_HEADER
+from router.domain.decision import Placed
+from router.domain.errors import HeadersTooLarge, RoostError, UnknownModel, UpstreamError
+from router.domain.turn import Dialect, Facts, Turn
+from router.lifecycle.fleet import FleetRuntime
+from router.lifecycle.fleets import Fleets
+from router.lifecycle.passage import Passages
+from router.lifecycle.turn import Turns
+from router.placement.identity import Identity, session_token
+from router.ports import BodyReader, ForwardRequest
+from router.telemetry.events import Observer, TurnRefused
+from router.upstream.wire import forward_request_headers
+
+__all__ = ["Gateway", "GatewayLimits"]
+
+log = logging.getLogger("roost.gateway")
+
+Header = tuple[bytes, bytes]
+_REPLICA: Final = REPLICA_HEADER.encode()
+_REASON: Final = REASON_HEADER.encode()
+_SESSION: Final = SESSION_HEADER.encode()
+_REPAIRED: Final = REPAIRED_HEADER.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """What is refused at the door."""
+
+    body_max_bytes: int
+    header_max_bytes: int
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request as it was read."""
+
+    method: str
+    target: str
+    path: str
+    raw_headers: Sequence[Header]
+    headers: dict[bytes, bytes]
+    down: Downstream
+    fleet: str = ""
+    repaired: tuple[str, ...] = field(default=())
+
+
+class Gateway:
+    """Serves every path of the public listener."""
+
+    def __init__(
+        self,
+        fleets: Fleets,
+        turns: Turns,
+        passages: Passages,
+        identity: Identity,
+        health: Health,
+        observer: Observer,
+        limits: GatewayLimits,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._fleets = fleets
+        self._turns = turns
+        self._passages = passages
+        self._identity = identity
+        self._health = health
+        self._observer = observer
+        self._limits = limits
+        self._now_s = now_s
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request. Whatever Roost itself has to say comes in the dialect of the path."""
+        read = _read(request)
+        own = self._health.answer(read.method, read.path) or self._models(read)
+        if own is not None:
+            return own
+        try:
+            return await self._serve(request, read)
+        except RoostError as error:
+            self._observer.emit(TurnRefused(read.fleet, error_dialect(read.path).value, error.code))
+            log.info("%s %s: %s", read.method, error_dialect(read.path).value, error)
+            return _refuse(error, read)
+
+    async def _serve(self, request: web.BaseRequest, read: _Request) -> web.StreamResponse:
+        size = sum(len(name) + len(value) + 4 for name, value in read.raw_headers)
+        if size > self._limits.header_max_bytes:
+            raise HeadersTooLarge(f"the headers have {size} bytes, more than {self._limits.header_max_bytes}")
+        body = await read_body(request, self._limits.body_max_bytes)
+        dialect = turn_dialect(read.method, read.path)
+        encoded = read.headers.get(b"content-encoding", b"identity").lower() != b"identity"
+        facts = self._identity.facts(dialect, read.headers, body, encoded=encoded)
+        if dialect is Dialect.OTHER:
+            await self._pass(read, facts, body, has_body=request.body_exists)
+        else:
+            fleet = self._fleets.serving(facts.model)
+            read.fleet = fleet.name
+            await self._turn(read, facts, fleet, body)
+        return read.down.response
+
+    async def _turn(self, read: _Request, facts: Facts, fleet: FleetRuntime, body: bytes) -> None:
+        if fleet.spec.repairs:
+            body, read.repaired = repair(fleet.spec.repairs, facts.dialect, body)
+        forward = ForwardRequest(read.method, read.target, forward_request_headers(read.raw_headers), body)
+
+        def label(placed: Placed, turn: Turn) -> Sequence[Header]:
+            headers = [
+                (_REPLICA, placed.replica.encode()),
+                (_REASON, placed.reason.value.encode()),
+                (_SESSION, session_token(facts.tenant, turn.session).encode()),
+            ]
+            if read.repaired:
+                headers.append((_REPAIRED, ",".join(read.repaired).encode()))
+            return headers
+
+        readers: list[BodyReader] = []
+        try:
+            await self._turns.serve(fleet, facts, forward, read.down, label, readers.append)
+        except UpstreamError as error:
+            if not read.down.started:
+                raise
+            log.info("response broken: %s", error)
+            reader = readers[-1]
+            if facts.stream and read.down.extensible and not reader.terminal:
+                read.down.write(_last_words(error, facts.dialect, reader))
+            read.down.abort()
+
+    async def _pass(self, read: _Request, facts: Facts, body: bytes, *, has_body: bool) -> None:
+        headers = forward_request_headers(read.raw_headers)
+        forward = ForwardRequest(read.method, read.target, headers, body, has_body)
+        fleets = tuple(self._fleets)
+        try:
+            if read.path in BROADCAST:
+                await self._passages.broadcast(fleets, forward, read.down)
+                return
+            fleet = self._fleets.serving(facts.model) if facts.model is not None else self._fleets.first()
+            holder = None
+            if (response_id := stored_response(read.path)) is not None:
+                found = await self._passages.holder(fleets, response_id)
+                if found is not None:
+                    fleet, holder = found
+            read.fleet = fleet.name
+            await self._passages.serve(fleet, forward, read.down, holder)
+        except UpstreamError:
+            if not read.down.started:
+                raise
+            read.down.abort()
+
+    def _models(self, read: _Request) -> web.Response | None:
+        """`GET /v1/models`, the union of the fleets, and one of them; both OpenAI's and Anthropic's clients read it."""
+        if read.method != "GET" or not (read.path == "/v1/models" or read.path.startswith("/v1/models/")):
+            return None
+        models = {name: fleet for fleet in self._fleets for name in fleet.models()}
+        entries = [self._model(name, fleet) for name, fleet in models.items()]
+        if read.path == "/v1/models":
+            listing = {"object": "list", "data": entries, "has_more": False}
+            return web.Response(body=msgspec.json.encode(listing), content_type="application/json")
+        asked = read.path.removeprefix("/v1/models/")
+        for entry in entries:
+            if entry["id"] == asked:
+                return web.Response(body=msgspec.json.encode(entry), content_type="application/json")
+        wire = render(UnknownModel(f"no such model; served: {', '.join(sorted(models))}"), Dialect.CHAT)
+        return web.Response(status=wire.status, headers=dict(wire.headers), body=wire.body)
+
+    def _model(self, name: str, fleet: FleetRuntime) -> dict[str, object]:
+        entry: dict[str, object] = {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created": int(self._now_s()),
+            "owned_by": "roost",
+            "root": name,
+        }
+        length = fleet.context_length()
+        if length is not None:
+            entry["max_model_len"] = length
+        return entry
+
+
+def _read(request: web.BaseRequest) -> _Request:
+    raw = request.raw_headers
+    headers: dict[bytes, bytes] = {}
+    for name, value in raw:
+        headers.setdefault(name.lower(), value)
+    target = request.raw_path
+    return _Request(request.method, target, target.split("?", 1)[0], raw, headers, Downstream(request))
+
+
+def _last_words(error: UpstreamError, dialect: Dialect, reader: BodyReader) -> bytes:
+    return error_frame(
+        error,
+        dialect,
+        mid_event=reader.mid_event,
+        response_id=reader.response_id,
+        sequence_number=reader.next_sequence,
+    )
+
+
+def _refuse(error: RoostError, read: _Request) -> web.StreamResponse:
+    wire = render(error, error_dialect(read.path))
+    return web.Response(status=wire.status, headers=dict(wire.headers), body=wire.body)

@@ -1,0 +1,125 @@
+"""Requests that are no turns: models, token counts, embeddings, stored responses, the engine's own paths.
+
+They pass to one healthy replica, the one with the fewest of them under way from here; what names a stored response goes to
+the replica that holds it. They take no lease: they hold no KV that a later turn would miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from router.contract import REASON_HEADER, REPLICA_HEADER
+from router.domain.decision import Reason
+from router.domain.errors import NotPlaced, StoreError, UpstreamBroken, UpstreamUnreachable
+from router.domain.replica import Standing
+from router.domain.session import Binding
+from router.domain.shared import Ask, Member
+from router.lifecycle.fleet import FleetRuntime
+from router.ports import Downstream, Exchange, ForwardRequest, Store, Upstream
+
+__all__ = ["Passages"]
+
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Passages:
+    """Passes requests on."""
+
+    def __init__(self, store: Store, upstream: Upstream, retries: int) -> None:
+        self._store = store
+        self._upstream = upstream
+        self._retries = retries
+        self._under_way: Counter[str] = Counter()
+
+    async def holder(self, fleets: Sequence[FleetRuntime], response_id: str) -> tuple[FleetRuntime, Binding] | None:
+        """The fleet and replica that hold a stored response, as far as is known."""
+        for fleet in fleets:
+            try:
+                view = await self._store.fetch(fleet.name, Ask(session=None, response_id=response_id))
+            except StoreError:
+                return None
+            if view.response_replica is not None:
+                return fleet, view.response_replica
+        return None
+
+    async def serve(
+        self, fleet: FleetRuntime, forward: ForwardRequest, down: Downstream, holder: Binding | None = None
+    ) -> None:
+        """Pass one request to one replica. Raises NotPlaced and UpstreamError."""
+        tried: set[str] = set()
+        while True:
+            member = self._choose(fleet, tried, holder)
+            self._under_way[member.id] += 1
+            try:
+                exchange = await self._send(fleet, member, forward, retry=len(tried) < self._retries)
+                if exchange is None:
+                    tried.add(member.id)
+                    continue
+                reason = Reason.STORED if holder is not None and holder.replica == member.id else Reason.PASS
+                await relay(exchange, member.id, reason, down)
+                return
+            finally:
+                self._under_way[member.id] -= 1
+
+    async def broadcast(self, fleets: Sequence[FleetRuntime], forward: ForwardRequest, down: Downstream) -> None:
+        """Send to every healthy replica and relay one answer: a good one if there is any."""
+        members = [(fleet, member) for fleet in fleets for member in fleet.members if fleet.healthy(member.id)]
+        if not members:
+            raise NotPlaced("no replica is ready")
+        answers = await asyncio.gather(
+            *(self._upstream.send(member.url, forward) for _, member in members), return_exceptions=True
+        )
+        exchanges = [
+            (member.id, answer)
+            for (_, member), answer in zip(members, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        ]
+        if not exchanges:
+            raise next(answer for answer in answers if isinstance(answer, BaseException))
+        exchanges.sort(key=lambda each: each[1].head.status >= 400)
+        for _, other in exchanges[1:]:
+            other.abort()
+        chosen, exchange = exchanges[0]
+        await relay(exchange, chosen, Reason.PASS, down)
+
+    def _choose(self, fleet: FleetRuntime, tried: set[str], holder: Binding | None) -> Member:
+        members = [
+            member
+            for member in fleet.members
+            if fleet.healthy(member.id) and member.id not in tried and member.standing is not Standing.DRAINING
+        ]
+        if holder is not None:
+            members = [member for member in fleet.members if member.id == holder.replica] or members
+        if not members:
+            raise NotPlaced(f"no replica of fleet {fleet.name} is ready")
+        return min(members, key=lambda member: self._under_way[member.id])
+
+    async def _send(
+        self, fleet: FleetRuntime, member: Member, forward: ForwardRequest, *, retry: bool
+    ) -> Exchange | None:
+        """The exchange, or None where another replica may be tried."""
+        try:
+            return await self._upstream.send(member.url, forward)
+        except UpstreamUnreachable:
+            fleet.refused_connection(member.id)
+            if not retry:
+                raise
+        except UpstreamBroken as error:
+            if not retry or error.answered or forward.method not in SAFE_METHODS:
+                raise
+        return None
+
+
+async def relay(exchange: Exchange, replica: str, reason: Reason, down: Downstream) -> None:
+    """Bytes through, with the headers that say where they came from."""
+    try:
+        extra = ((REPLICA_HEADER.encode(), replica.encode()), (REASON_HEADER.encode(), reason.value.encode()))
+        down.start(exchange.head, extra)
+        down.bind(exchange)
+        await exchange.relay(down.write)
+        down.end()
+    finally:
+        exchange.abort()

@@ -1,0 +1,305 @@
+"""The composition root of one router process: settings → adapters → lifecycle → listeners; signals; exit codes.
+
+Shutdown: not ready at once, still accepting for `timeouts.ready_lag_s` so that load balancers notice, then no new
+connections; running turns get `timeouts.shutdown_grace_s`, what is left is cut and counted in one log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import uvloop
+from aiohttp import web
+
+from router.api.admin import Admin
+from router.api.gateway import Gateway, GatewayLimits
+from router.api.health import Health
+from router.api.server import ClientLimits, RelayServer
+from router.discovery import Probe, open_session
+from router.domain.errors import RoostError, StoreError, StoreForeign
+from router.domain.turn import Facts
+from router.lifecycle.fleet import FleetRuntime, FleetSpec
+from router.lifecycle.fleets import Fleets
+from router.lifecycle.leases import Leases
+from router.lifecycle.passage import Passages
+from router.lifecycle.recent import Recent
+from router.lifecycle.turn import Limits, Turns
+from router.placement.cost import Tuning
+from router.placement.identity import Identity, Rules
+from router.ports import Clock, ResponseHead, Store
+from router.settings import Fleet, Settings
+from router.store.embedded import EmbeddedValkey
+from router.store.memory import MemoryStore
+from router.store.redis import RedisStore
+from router.telemetry.events import TurnFinished, TurnRefused, TurnStarted
+from router.telemetry.logs import TurnLog, configure
+from router.telemetry.metrics import Metrics
+from router.upstream.body import Reader
+from router.upstream.client import UpstreamClient, UpstreamLimits
+from router.upstream.sse import reader_for
+
+__all__ = ["Listeners", "bind", "run", "serve"]
+
+log = logging.getLogger("roost")
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+BACKLOG: Final = 4096
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def now_s(self) -> float:
+        """Unix seconds."""
+        return time.time()
+
+    def monotonic_s(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+
+class _Observers:
+    """Metrics and the turn log, from the same events."""
+
+    def __init__(self, metrics: Metrics, turn_log: TurnLog) -> None:
+        self._metrics = metrics
+        self._turn_log = turn_log
+
+    def emit(self, event: TurnStarted | TurnFinished | TurnRefused) -> None:
+        self._metrics.emit(event)
+        self._turn_log.emit(event)
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Where a process serves. `admin` is a bound socket, TCP or Unix."""
+
+    public: socket.socket
+    admin: socket.socket
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound and listening TCP socket. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def run(settings: Settings) -> int:
+    """Serve in this process until SIGTERM or SIGINT. Returns the exit code."""
+    configure(settings.log.level, settings.log.format)
+    try:
+        with contextlib.ExitStack() as stack:
+            public = stack.enter_context(_bound("listen", settings.listen.host, settings.listen.port))
+            admin = stack.enter_context(_bound("admin", settings.admin.host, settings.admin.port))
+            url = None
+            if settings.store.kind == "embedded":
+                url = stack.enter_context(EmbeddedValkey()).url
+            uvloop.run(_until_signalled(settings, Listeners(public, admin), url))
+    except (RoostError, OSError, RuntimeError) as error:
+        print(f"roost: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def _bound(key: str, host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        sock = bind(host, port)
+    except OSError as error:
+        raise OSError(f"{key}: cannot listen on {host} port {port}: {error.strerror or error}") from error
+    with sock:
+        yield sock
+
+
+async def _until_signalled(settings: Settings, listeners: Listeners, store_url: str | None) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(settings, listeners, stop, store_url=store_url, announce=_announce(listeners))
+
+
+def _announce(listeners: Listeners) -> Callable[[], None]:
+    def say() -> None:
+        public, admin = listeners.public.getsockname(), listeners.admin.getsockname()
+        log.info("serving on %s port %d, admin API on %s port %d", public[0], public[1], admin[0], admin[1])
+
+    return say
+
+
+async def serve(
+    settings: Settings,
+    listeners: Listeners,
+    stop: asyncio.Event,
+    *,
+    store_url: str | None,
+    announce: Callable[[], None],
+) -> None:
+    """Serve until `stop` is set. `store_url` overrides the settings' (the embedded server's socket); `announce` is called
+    once both listeners accept. Raises StoreForeign."""
+    clock = SystemClock()
+    store = _store(settings, clock, store_url)
+    upstream = UpstreamClient(_upstream_limits(settings))
+    metrics = Metrics()
+    observer = _Observers(metrics, TurnLog())
+    recent = Recent(settings.placement.decisions_kept)
+    leases = Leases(store, settings.store.lease_ttl_s, settings.store.lease_renew_s)
+    async with open_session() as probing:
+        probe = Probe(probing)
+        fleets = Fleets([FleetRuntime(_spec(fleet), store, probe, clock) for fleet in settings.fleets])
+        health = Health(fleets)
+        turns = Turns(
+            store=store,
+            upstream=upstream,
+            clock=clock,
+            leases=leases,
+            recent=recent,
+            observer=observer,
+            reader_for=_reader_for,
+            new_id=lambda: os.urandom(12).hex(),
+            tuning=_tuning(settings),
+            limits=Limits(
+                attempts=settings.placement.attempts,
+                retries=settings.limits.retries,
+                tips_kept=settings.store.boundaries_kept,
+                branch_ttl_s=settings.store.branch_ttl_s,
+            ),
+        )
+        gateway = Gateway(
+            fleets=fleets,
+            turns=turns,
+            passages=Passages(store, upstream, settings.limits.retries),
+            identity=Identity(Rules(settings.identity.session_headers, settings.identity.session_fields)),
+            health=health,
+            observer=observer,
+            limits=GatewayLimits(settings.limits.body_max_bytes, settings.limits.header_max_bytes),
+            now_s=clock.now_s,
+        )
+        admin = Admin(fleets, store, recent, health, metrics.render)
+        async with _running(store, fleets, leases):
+            try:
+                await _listen(settings, listeners, stop, gateway, admin, health, turns, announce)
+            finally:
+                await turns.drained()
+                await upstream.close()
+    await store.close()
+
+
+@contextlib.asynccontextmanager
+async def _running(store: Store, fleets: Fleets, leases: Leases) -> AsyncIterator[None]:
+    """The store opened and the background loops going."""
+    try:
+        await store.open()
+    except StoreForeign:
+        raise
+    except StoreError as error:
+        log.warning("the store does not answer yet, turns are placed without it: %s", error)
+    async with contextlib.AsyncExitStack() as stack:
+        for work in (fleets.run(), leases.run()):
+            task = asyncio.create_task(work)
+            stack.push_async_callback(_end, task)
+        yield
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def _listen(
+    settings: Settings,
+    listeners: Listeners,
+    stop: asyncio.Event,
+    gateway: Gateway,
+    admin: Admin,
+    health: Health,
+    turns: Turns,
+    announce: Callable[[], None],
+) -> None:
+    loop = asyncio.get_running_loop()
+    runner = web.AppRunner(admin.app(), access_log=None)
+    await runner.setup()
+    await web.SockSite(runner, listeners.admin).start()
+    protocol = RelayServer(gateway.handle, ClientLimits())
+    server = await loop.create_server(protocol, sock=listeners.public, backlog=BACKLOG)
+    announce()
+    try:
+        await stop.wait()
+        health.stopping = True
+        await asyncio.sleep(settings.timeouts.ready_lag_s)
+        server.close()
+        cut = await turns.idle(settings.timeouts.shutdown_grace_s)
+        if cut:
+            log.warning(
+                "shutting down: %d turns had not finished after %g s and are cut",
+                cut,
+                settings.timeouts.shutdown_grace_s,
+            )
+    finally:
+        server.close()
+        await protocol.shutdown(timeout=0)
+        await runner.cleanup()
+
+
+def _store(settings: Settings, clock: Clock, url: str | None) -> Store:
+    url = url or settings.store.url
+    if settings.store.kind == "memory" or url is None:
+        return MemoryStore(clock)
+    return RedisStore(url, prefix=settings.store.prefix, timeout_s=settings.store.timeout_s)
+
+
+def _spec(fleet: Fleet) -> FleetSpec:
+    return FleetSpec(
+        name=fleet.name,
+        models=fleet.models,
+        replicas=fleet.replicas,
+        policy=fleet.policy,
+        profile=fleet.profile.prior(),
+        repairs=fleet.repairs,
+        probe_interval_s=fleet.probe_interval_s,
+    )
+
+
+def _tuning(settings: Settings) -> Tuning:
+    given = settings.placement
+    return Tuning(
+        kappa=given.kappa,
+        mu=given.mu,
+        beta_s=given.beta_s,
+        crowd_half_life_s=given.crowd_half_life_s,
+        expected_output_tokens=given.expected_output_tokens,
+        ramp_s=given.ramp_s,
+    )
+
+
+def _upstream_limits(settings: Settings) -> UpstreamLimits:
+    given = settings.timeouts
+    return UpstreamLimits(
+        connect_s=given.connect_s, head_s=given.first_byte_s, idle_s=given.idle_s, keepalive_s=given.keepalive_s
+    )
+
+
+def _reader_for(facts: Facts, head: ResponseHead) -> Reader:
+    headers = {name.lower(): value for name, value in head.headers}
+    return reader_for(facts.dialect, headers.get(b"content-type"), headers.get(b"content-encoding"))
