@@ -1,0 +1,65 @@
+"""The real CLIs do their whole task through Roost before three mocks, recipes unchanged but for the base URL."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import rules
+from tests.harness.conftest import Runs
+from tests.harness.rig import HARNESSES, Run
+
+# A run takes up to a minute on two cores, and the first test of each harness makes it.
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(params=list(HARNESSES))
+def run(request: pytest.FixtureRequest, runs: Runs) -> Run:
+    name: str = request.param
+    return runs.whole(name)
+
+
+@pytest.fixture(params=["codex", "claude", "kimicode"])
+def compacted(request: pytest.FixtureRequest, runs: Runs) -> Run:
+    """A run in which the harness compacts its context on the way."""
+    name: str = request.param
+    return runs.compacted(name)
+
+
+def test_the_task_is_done(run: Run) -> None:
+    """The recipe ends well and prints what it prints when the task is done; the model gave its last word as often."""
+    assert run.result.rc == 0
+    assert rules.broken_orders(run.harness.done, run.printed) == []
+    assert sum(turn.last_word for turn in run.turns) >= run.harness.finished_turns
+
+
+def test_no_error_in_between(run: Run) -> None:
+    """Every model request gets a 200 that is whole, or that the client leaves after its last event."""
+    assert rules.errors(run.front) == []
+
+
+def test_bodies_are_equal_at_both_ends(run: Run) -> None:
+    """Every body is the same, by SHA-256, at the client and at the replica; none is lost or doubled."""
+    assert rules.unequal_bodies(run.front, run.back) == []
+
+
+def test_a_branch_stays_on_one_replica(run: Run) -> None:
+    """Every turn of a branch is served by one replica: the main one, resumed and compacted too, and each subagent's."""
+    turns = rules.labelled(run.harness.name, run.turns)
+    assert any(turn.kind == "main" for turn in turns)
+    assert rules.moves(turns) == {}
+
+
+def test_subagents_that_run_at_once_are_spread(run: Run) -> None:
+    """Subagents whose first turns overlap are on different replicas, with three of them and the main branch waiting."""
+    at_once, together = rules.crowded_subagents(rules.labelled(run.harness.name, run.turns))
+    assert at_once >= 1, "no two subagents ran at once, so the rule was not tried"
+    assert together == []
+
+
+def test_a_compacted_branch_stays_on_one_replica(compacted: Run) -> None:
+    """The main branch stays where it is through the request that compacts it, and goes on there afterwards."""
+    assert rules.errors(compacted.front) == []
+    assert rules.unequal_bodies(compacted.front, compacted.back) == []
+    turns = [turn for turn in rules.labelled(compacted.harness.name, compacted.turns) if turn.kind == "main"]
+    assert len(turns) >= 3
+    assert rules.moves(turns) == {}
