@@ -1,7 +1,8 @@
 """What a replica agent and the router say to each other, and the header names that clients see.
 
-A report is what the agent says of its replica; it is also the proof of life: it is written with a short TTL, and a replica
-whose report has gone is gone. The router refuses a report of another major version with a clear problem, never with a crash.
+A report is what the agent says of its replica; it is also the proof of life: it is written with a short TTL, and a
+replica whose report has gone is gone. The router refuses a report of another major version with a clear problem, never
+with a crash.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def run(settings: Settings) -> int:
                 url = stack.enter_context(EmbeddedValkey()).url
             uvloop.run(_until_signalled(settings, Listeners(public, admin), url))
     except (RoostError, OSError, RuntimeError) as error:
-        print(f"roost: {error}", file=sys.stderr)
+        sys.stderr.write(f"roost: {error}\n")
         return EXIT_FAILED
     return EXIT_OK
 
@@ -155,8 +155,10 @@ async def serve(
     store_url: str | None,
     announce: Callable[[], None],
 ) -> None:
-    """Serve until `stop` is set. `store_url` overrides the settings' (the embedded server's socket); `announce` is called
-    once both listeners accept. Raises StoreForeign."""
+    """Serve until `stop` is set. `store_url` overrides the settings' (the embedded server's socket); `announce` is
+    called
+    once both listeners accept. Raises StoreForeign.
+    """
     clock = SystemClock()
     store = _store(settings, clock, store_url)
     upstream = UpstreamClient(_upstream_limits(settings))

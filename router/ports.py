@@ -15,11 +15,11 @@ from router.domain.shared import Acquired, Ask, Claim, Member, Membership, Settl
 
 __all__ = [
     "Acquired",
-    "BodyReader",
-    "Downstream",
     "Ask",
+    "BodyReader",
     "Claim",
     "Clock",
+    "Downstream",
     "Exchange",
     "ForwardRequest",
     "Member",
@@ -49,7 +49,9 @@ class Store(Protocol):
     """Bindings, leases, boundaries, beliefs and membership. Every call may raise `StoreUnavailable`."""
 
     async def open(self) -> None:
-        """Connect; raises `StoreForeign` where another version's keys live, `StoreUnavailable` where nothing answers."""
+        """Connect; raises `StoreForeign` where another version's keys live, `StoreUnavailable` where nothing
+        answers.
+        """
         ...
 
     async def close(self) -> None:
@@ -98,7 +100,9 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """A request as it goes to a replica. Header names and values are raw bytes, in order, hop-by-hop ones already gone."""
+    """A request as it goes to a replica. Header names and values are raw bytes, in order, hop-by-hop ones already
+    gone.
+    """
 
     method: str
     target: str
@@ -131,7 +135,8 @@ class Exchange(Protocol):
     async def relay(self, receive: Callable[[bytes], None]) -> None:
         """Hand over the decoded body as it comes (one call per read, never empty) until the message ends.
 
-        Raises `UpstreamBroken` or `UpstreamSilent`; cancellation aborts. After a clean end the connection is pooled again.
+        Raises `UpstreamBroken` or `UpstreamSilent`; cancellation aborts. After a clean end the connection is pooled
+        again.
         """
         ...
 
@@ -152,10 +157,11 @@ class Upstream(Protocol):
     """Connections to replicas."""
 
     async def send(self, url: str, request: ForwardRequest) -> Exchange:
-        """Send and wait for the head. Raises `UpstreamUnreachable`, `UpstreamBroken`, `UpstreamSilent`; cancellation aborts.
+        """Send and wait for the head. Raises `UpstreamUnreachable`, `UpstreamBroken`, `UpstreamSilent`; cancellation
+        aborts.
 
-        A pooled connection that the replica had closed in the meantime is replaced by a fresh one once, unseen by the caller,
-        when no byte of a response had come.
+        A pooled connection that the replica had closed in the meantime is replaced by a fresh one once, unseen by the
+        caller, when no byte of a response had come.
         """
         ...
 

@@ -1,4 +1,5 @@
-"""The admin API: replicas added, cordoned, drained and removed for all routers at once, and why turns went where they went.
+"""The admin API: replicas added, cordoned, drained and removed for all routers at once, and why turns went where they
+went.
 
 GET    /admin/replicas                  every fleet's replicas: standing, health, load, beliefs
 POST   /admin/replicas                  {"url": …, "fleet": …?} adds one

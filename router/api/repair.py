@@ -1,7 +1,7 @@
 """Named repairs: what SGLang 0.5.23 refuses from a harness, mended by splicing bytes. Off by default, told in a header.
 
-A repair replaces the bytes of one top-level value and leaves every other byte of the body as it was. It walks the body's
-top-level members in order, so a look-alike inside a message or a tool's schema is never touched.
+A repair replaces the bytes of one top-level value and leaves every other byte of the body as it was. It walks the
+body's top-level members in order, so a look-alike inside a message or a tool's schema is never touched.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def repair(names: tuple[str, ...], dialect: Dialect, body: bytes) -> tuple[bytes
 
 
 def _anthropic_thinking_display(dialect: Dialect, body: bytes) -> bytes | None:
-    """Interactive Claude Code sends `thinking.display: "updates"`; SGLang takes only "summarized" and "omitted", and streams
-    thinking whatever it says. The member is set to "summarized"."""
+    """Interactive Claude Code sends `thinking.display: "updates"`; SGLang takes only "summarized" and "omitted", and
+    streams
+    thinking whatever it says. The member is set to "summarized".
+    """
     if dialect is not Dialect.MESSAGES or b'"thinking"' not in body or b'"display"' not in body:
         return None
     span = member_span(body, "thinking")

@@ -29,7 +29,7 @@ class Reason(StrEnum):
     """A baseline policy chose."""
     STORED = "stored"
     """Only this replica holds the response that the request names."""
-    PASS = "pass"
+    PASS = "pass"  # noqa: S105 (no password)
     """Not a turn: any healthy replica."""
 
 

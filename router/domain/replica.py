@@ -31,8 +31,8 @@ class Capacity:
 class Profile:
     """Prior figures of a replica class, used until enough has been observed.
 
-    Defaults are deliberately round assumptions for a 4×B200 Kimi-K2.6 replica: no measured prefill rate was found in public
-    sources, so 20,000 tokens/s is the middle of the 8k-40k range to sweep.
+    Defaults are deliberately round assumptions for a 4×B200 Kimi-K2.6 replica: no measured prefill rate was found in
+    public sources, so 20,000 tokens/s is the middle of the 8k-40k range to sweep.
     """
 
     prefill_rate: float = 20_000.0
@@ -66,7 +66,8 @@ class Beliefs:
     residency_factor: float = 1.0
     """Cached tokens found / cached tokens predicted; 1 is a perfect prediction."""
     evicted_asked_share: float = 0.5
-    """ε: of the tokens believed evicted, the share that was asked for again (0 with room to spare, towards 1 at the cliff)."""
+    """ε: of the tokens believed evicted, the share that was asked for again (0 with room to spare, towards 1 at the
+    cliff)."""
 
 
 @dataclass(frozen=True, slots=True)

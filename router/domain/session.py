@@ -17,7 +17,9 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A point in a prompt where a message ends: the chained hash up to it and how many bytes of prompt text lie before it."""
+    """A point in a prompt where a message ends: the chained hash up to it and how many bytes of prompt text lie before
+    it.
+    """
 
     hash: str
     """32 hex digits of the chained xxh3_128."""

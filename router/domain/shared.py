@@ -32,7 +32,8 @@ class View:
     membership_version: int
     """Counts changes of the fleet's membership; a router that knows an older one reads `Store.members` again."""
     loads: Mapping[str, Load]
-    """By replica id. A replica without an entry has had no turn yet. Loads of an incarnation other than the entry's are zero."""
+    """By replica id. A replica without an entry has had no turn yet. Loads of an incarnation other than the entry's are
+    zero."""
     incarnations: Mapping[str, str]
     """By replica id: the incarnation that `loads` speaks of."""
     beliefs: Mapping[str, Beliefs]
@@ -65,7 +66,8 @@ class Claim:
     tip: Boundary | None
     """The end of this prompt, by which the next turn finds the branch; None for a turn without a chain."""
     tips: tuple[Boundary, ...]
-    """All boundaries the branch keeps from now on, newest first, `tip` included; those it had and that are not here are forgotten."""
+    """All boundaries the branch keeps from now on, newest first, `tip` included; those it had and that are not here are
+    forgotten."""
     weight: float
     """The branch's share of its home's crowd from now on."""
     text_bytes: int

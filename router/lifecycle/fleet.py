@@ -1,11 +1,12 @@
-"""One fleet as this router sees it: shared membership, this router's own look at each replica, and the snapshot of both.
+"""One fleet as this router sees it: shared membership, this router's own look at each replica, and the snapshot of
+both.
 
-Membership (who belongs, cordoned or draining, incarnation, capacity) is shared by all routers in the store and counted by a
-version; a turn whose fetch shows another version reads it again before it decides. Health is this router's own: a replica is
-healthy while it is reachable and says it is ready.
+Membership (who belongs, cordoned or draining, incarnation, capacity) is shared by all routers in the store and counted
+by a version; a turn whose fetch shows another version reads it again before it decides. Health is this router's own: a
+replica is healthy while it is reachable and says it is ready.
 
-Busy is not dead. A replica whose probes fail keeps its turns as long as bytes flow from it, and one missed probe alone says
-nothing; a refused connection says enough at once, and the next good probe brings the replica back.
+Busy is not dead. A replica whose probes fail keeps its turns as long as bytes flow from it, and one missed probe alone
+says nothing; a refused connection says enough at once, and the next good probe brings the replica back.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from router.contract import Phase, Report, decode_report
@@ -52,7 +53,7 @@ class FleetSpec:
     models: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()
     policy: str = "roost"
-    profile: Profile = Profile()
+    profile: Profile = field(default_factory=Profile)
     repairs: tuple[str, ...] = ()
     probe_interval_s: float = 1.0
 
@@ -102,7 +103,9 @@ class FleetRuntime:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     async def enrol(self) -> None:
-        """Put the configured replicas into the shared membership, and take out those that configuration no longer names."""
+        """Put the configured replicas into the shared membership, and take out those that configuration no longer
+        names.
+        """
         urls = {replica_id(url): url for url in self.spec.replicas}
         present = await self._store.members(self.name)
         for member in present.members:
@@ -342,8 +345,10 @@ class FleetRuntime:
 
 
 def _incarnation(member: Member, seen: Observation, health: ReplicaHealth) -> str:
-    """The life that is being lived there. Where the engine shows nothing that tells its lives apart, a restart that this
-    router noticed begins the next numbered one, unless another router has recorded it already."""
+    """The life that is being lived there. Where the engine shows nothing that tells its lives apart, a restart that
+    this
+    router noticed begins the next numbered one, unless another router has recorded it already.
+    """
     if seen.incarnation is not None:
         return seen.incarnation
     known = member.incarnation or "life-0"

@@ -30,7 +30,8 @@ class Fleets:
         """The fleet for a request that names `model`.
 
         A name is looked for among configured names, then among what replicas serve, then without a LoRA suffix
-        (`model:adapter`), then in a fleet that takes any. While the only fleet does not know its models yet, it takes all.
+        (`model:adapter`), then in a fleet that takes any. While the only fleet does not know its models yet, it takes
+        all.
         Raises UnknownModel, or MalformedRequest where a model must be named to choose a fleet.
         """
         if model is None:

@@ -1,7 +1,7 @@
 """Requests that are no turns: models, token counts, embeddings, stored responses, the engine's own paths.
 
-They pass to one healthy replica, the one with the fewest of them under way from here; what names a stored response goes to
-the replica that holds it. They take no lease: they hold no KV that a later turn would miss.
+They pass to one healthy replica, the one with the fewest of them under way from here; what names a stored response goes
+to the replica that holds it. They take no lease: they hold no KV that a later turn would miss.
 """
 
 from __future__ import annotations

@@ -6,10 +6,12 @@ Rules kept here:
   Settling runs as a task of its own that cancellation does not reach, and `drained` waits for all of them.
 - *Two round trips* to the store before the first byte goes upstream: `fetch` and `acquire`. Only when the world moved
   between them (another router bound the branch, took the place) are they repeated, with growing tolerance.
-- *A turn is tried elsewhere only while that is safe*: nobody listened, the connection broke before a byte of a response, or
+- *A turn is tried elsewhere only while that is safe*: nobody listened, the connection broke before a byte of a
+  response, or
   the replica said it is full (503). Never twice on one replica, at most `retries` times, never after the head went out.
 - *Without the store* turns still flow: placed by rendezvous hash of session or prompt root, alike on every router.
-- *The client leaving is not an error of the replica*, and after the terminal event not an error at all (Codex closes its
+- *The client leaving is not an error of the replica*, and after the terminal event not an error at all (Codex closes
+  its
   connection right after `response.completed`).
 """
 
@@ -152,7 +154,8 @@ class Turns:
         label: Label,
         reading: Callable[[BodyReader], None],
     ) -> None:
-        """Serve one turn. `label` gives the headers that explain the placement; `reading` is told of the response's reader.
+        """Serve one turn. `label` gives the headers that explain the placement; `reading` is told of the response's
+        reader.
 
         Raises NotPlaced and UpstreamError; when `down.started` by then, the response broke midway.
         """
@@ -204,7 +207,9 @@ class Turns:
         raise NotPlaced(f"fleet {fleet.name} kept changing while the turn was placed")
 
     async def _acquire(self, held: _Held, claim: Claim) -> bool:
-        """Claim the place. A call that was cut short may still have been carried out, so what it asked for is given back."""
+        """Claim the place. A call that was cut short may still have been carried out, so what it asked for is given
+        back.
+        """
         try:
             acquired = isinstance(await self._store.acquire(held.fleet.name, claim), Acquired)
         except (StoreError, asyncio.CancelledError):
@@ -511,10 +516,8 @@ class Turns:
 
 def _session_home(session: Session | None, lineage: Lineage, snapshot: Fleet) -> Binding | None:
     """Where the session is bound, if that life still lives; a keyless session's home is its branch's."""
-    if session is not None:
-        home = session.home
-    else:
-        home = lineage.known.home if lineage.known is not None else None
+    bound = session if session is not None else lineage.known
+    home = bound.home if bound is not None else None
     if home is None:
         return None
     replica = snapshot.get(home.replica)

@@ -10,5 +10,6 @@
     decide     the decision
     learn      what is believed after a turn
 
-No module here imports asyncio, time, random or a client library: the same code runs in the router and under virtual time.
+No module here imports asyncio, time, random or a client library: the same code runs in the router and under virtual
+time.
 """

@@ -11,8 +11,8 @@ For a turn with p prompt tokens and expected output o at replica r with b turns 
     crowd     β · live sessions committed to r     only for a new branch
     ramp      a newcomer's turns beyond its allowance, only for a new branch: slow start
 
-Rates are a replica class's: beliefs of all replicas of the fleet, pooled by weight, with the profile as prior. Equal replicas
-therefore cost the same, and one noisy observation cannot make a hot spot.
+Rates are a replica class's: beliefs of all replicas of the fleet, pooled by weight, with the profile as prior. Equal
+replicas therefore cost the same, and one noisy observation cannot make a hot spot.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def crowd_now(load: Load, now_s: float, half_life_s: float) -> float:
 
 
 def branch_weight(tokens: int) -> float:
-    """What a branch counts in its home's crowd: half for being there, the rest by the KV it needs (1 at 64k tokens, 2 at most)."""
+    """What a branch counts in its home's crowd: half for being there, the rest by the KV it needs (1 at 64k tokens, 2
+    at most).
+    """
     return 0.5 + min(1.5, tokens / 131_072)
 
 

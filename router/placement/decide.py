@@ -1,4 +1,6 @@
-"""The decision: a pure function of the turn, its lineage, the fleet and the policy. Same snapshot, same answer, on every router."""
+"""The decision: a pure function of the turn, its lineage, the fleet and the policy. Same snapshot, same answer, on
+every router.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Tried = Mapping[str, Literal["busy", "gone"]]
 
 
 def turn_of(turn_id: str, facts: Facts, lineage: Lineage, rates: Rates, tuning: Tuning, sequence: int) -> Turn:
-    """The turn in tokens. Where the branch's newest prompt was counted by the engine, only what was added is estimated."""
+    """The turn in tokens. Where the branch's newest prompt was counted by the engine, only what was added is
+    estimated.
+    """
     total_bytes = lineage.tip.text_bytes if lineage.tip is not None else 0
     shared_bytes = lineage.shared_bytes
     known = lineage.known
@@ -95,7 +99,9 @@ def _reason(policy: str, lineage: Lineage, home: Binding | None, best: Replica, 
 
 
 def _left_something(lineage: Lineage, home: Binding) -> bool:
-    """Whether the branch has been served at its home: a home that was full from the start holds nothing to return to."""
+    """Whether the branch has been served at its home: a home that was full from the start holds nothing to return
+    to.
+    """
     known = lineage.known
     return known is not None and any(
         residue.replica == home.replica and residue.incarnation == home.incarnation for residue in known.residues

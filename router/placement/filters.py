@@ -16,7 +16,9 @@ def is_home(replica: Replica, home: Binding | None) -> bool:
 
 
 def eligible(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tuple[Replica, ...]:
-    """Healthy replicas not yet tried for this turn; a cordoned one only for the branches that live there, a draining one never."""
+    """Healthy replicas not yet tried for this turn; a cordoned one only for the branches that live there, a draining
+    one never.
+    """
     return tuple(
         replica
         for replica in fleet.replicas

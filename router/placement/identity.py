@@ -1,8 +1,9 @@
 """Facts of a request: dialect, model, tenant, session and the prompt's chain, read without changing a byte.
 
-*Tenant* comes from the API key (hashed; the key itself is never kept). *Session* comes from the first configured header that
-is present, else the first configured body field, else there is none. Its raw value is hashed with the tenant before
-anything else sees it: tenants cannot meet, and no raw id reaches the store, a log or a metric. *Branch* comes from the
+*Tenant* comes from the API key (hashed; the key itself is never kept). *Session* comes from the first configured header
+that is present, else the first configured body field, else there is none. Its raw value is hashed with the tenant
+before anything else sees it: tenants cannot meet, and no raw id reaches the store, a log or a metric. *Branch* comes
+from the
 prompt: see `prefix` and `lineage`.
 
 Reading is lenient: a field of an unexpected type counts as absent, because the engine is the judge of the body. Only a
@@ -147,7 +148,9 @@ def session_key(tenant: str, raw: bytes) -> str:
 
 
 def session_token(tenant: str, session: str) -> str:
-    """A session's key as a client may send it back in `x-roost-session`: it names that session again, for its tenant only."""
+    """A session's key as a client may send it back in `x-roost-session`: it names that session again, for its tenant
+    only.
+    """
     return f"{session}-{_seal(tenant, session)}"
 
 
@@ -161,7 +164,9 @@ def _sealed_session(tenant: str, value: bytes) -> str | None:
 
 
 def _dig(raw: msgspec.Raw, path: tuple[str, ...]) -> str | None:
-    """The string at `path` below a raw JSON value. JSON inside a string is looked through once (Claude Code's user_id)."""
+    """The string at `path` below a raw JSON value. JSON inside a string is looked through once (Claude Code's
+    user_id).
+    """
     data = bytes(raw)
     if data in _NULLISH:
         return None

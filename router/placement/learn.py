@@ -1,7 +1,8 @@
 """What is believed after a turn: rates, residency and the price of eviction, from what came true.
 
-All learning is a robust EWMA: an observation counts as at most twice or at least half of the belief, so that one stalled turn
-(a client that paused, a JIT compile) moves it little. Nothing is learned where the engine did not say what it did.
+All learning is a robust EWMA: an observation counts as at most twice or at least half of the belief, so that one
+stalled turn (a client that paused, a JIT compile) moves it little. Nothing is learned where the engine did not say what
+it did.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Learned:
 
 
 def learn(turn: Turn, text_bytes: int, placed: Placed, replica: Replica, rates: Rates, outcome: Outcome) -> Learned:
-    """Compare `outcome` with what was expected at `replica` (as it stood at the decision) and say what to believe now."""
+    """Compare `outcome` with what was expected at `replica` (as it stood at the decision) and say what to believe
+    now.
+    """
     if outcome.ttft_s is None or outcome.end in (End.UNREACHED, End.UPSTREAM_ERROR):
         return Learned(None, 0, 0, 0)
     usage = outcome.usage
@@ -91,7 +94,9 @@ def _residency(beliefs: Beliefs, placed: Placed, cached: int) -> Beliefs:
 
 
 def _eviction(beliefs: Beliefs, replica: Replica, placed: Placed, cached: int, admitted: int) -> Beliefs:
-    """ε: tokens asked for again after they were evicted, over tokens evicted, with a memory of one cache full of tokens."""
+    """ε: tokens asked for again after they were evicted, over tokens evicted, with a memory of one cache full of
+    tokens.
+    """
     evicted = pushed_out(replica, admitted)
     asked_again = (
         max(0, placed.held_once_tokens - cached) if replica.load.admitted_tokens > replica.capacity.device_tokens else 0

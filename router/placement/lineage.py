@@ -1,9 +1,10 @@
 """Which branch a turn continues, or what it forks from.
 
-A turn continues the branch of its deepest known boundary, if that branch is idle or the boundary is its tip; otherwise it
-is a fork: a new branch that shares a known prefix with its parent. A boundary met in another session (of the same tenant: the
-chain is seeded with it) is a fork too. Nothing known: a new branch. A branch that is new to its session, but begins with the
-same tools and system prompt as one of its branches (a compacted history, a subagent of the same kind), shares that head.
+A turn continues the branch of its deepest known boundary, if that branch is idle or the boundary is its tip; otherwise
+it is a fork: a new branch that shares a known prefix with its parent. A boundary met in another session (of the same
+tenant: the chain is seeded with it) is a fork too. Nothing known: a new branch. A branch that is new to its session,
+but begins with the same tools and system prompt as one of its branches (a compacted history, a subagent of the same
+kind), shares that head.
 
 A branch's id follows from the end of its first prompt and its session, so that routers which cannot talk agree on it.
 """
@@ -82,14 +83,17 @@ def _fork(facts: Facts, tip: Boundary | None, turn: str, parent: Branch | None, 
 
 def kept_tips(known: Branch | None, tip: Boundary | None, limit: int) -> tuple[Boundary, ...]:
     """The tips a branch keeps once `tip` is its newest: the last few, then ever sparser ones, so that a fork from far
-    back still finds its branch and a long conversation keeps at most `limit`."""
+    back still finds its branch and a long conversation keeps at most `limit`.
+    """
     older = [] if known is None else [old for old in known.tips if tip is None or old.hash != tip.hash]
     tips = ([tip] if tip is not None else []) + older
     return tuple(_thin(tips, limit))
 
 
 def _thin(tips: list[Boundary], limit: int) -> list[Boundary]:
-    """Drop the tip, beyond the newest, whose neighbours are closest relative to their distance from the newest in text."""
+    """Drop the tip, beyond the newest, whose neighbours are closest relative to their distance from the newest in
+    text.
+    """
     newest = tips[0].text_bytes
 
     def gap(index: int) -> float:

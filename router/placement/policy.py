@@ -1,7 +1,7 @@
 """`roost` and the named baselines: each ranks the eligible replicas, best first.
 
-A policy is a pure function of one `Choice`. Ties break by rendezvous hash of the turn id, so that every router breaks them
-alike and equal replicas share equally.
+A policy is a pure function of one `Choice`. Ties break by rendezvous hash of the turn id, so that every router breaks
+them alike and equal replicas share equally.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from router.placement.filters import is_home
 __all__ = ["POLICIES", "Choice", "Policy", "rendezvous_weight"]
 
 BOUNDED_LOAD_FACTOR: Final = 1.25
-"""In-flight turns a replica may have over the fleet's mean (Mirrokni et al. 2018, consistent hashing with bounded loads)."""
+"""In-flight turns a replica may have over the fleet's mean (Mirrokni et al. 2018, consistent hashing with bounded
+loads)."""
 SPILL_FACTOR: Final = 2.0
 SPILL_MARGIN: Final = 4
 """`session_sticky` leaves a home that has more than twice the mean in flight plus this many."""
@@ -123,7 +124,9 @@ def bounded_load(choice: Choice) -> tuple[Cost, ...]:
 
 
 def session_sticky(choice: Choice) -> tuple[Cost, ...]:
-    """The session's home; new sessions to the fewest live sessions, and past a home that is far busier than the rest."""
+    """The session's home; new sessions to the fewest live sessions, and past a home that is far busier than the
+    rest.
+    """
     mean = sum(replica.load.in_flight for replica in choice.eligible) / len(choice.eligible)
 
     def score(replica: Replica) -> tuple[float, ...]:

@@ -2,11 +2,13 @@
 
 h_i = xxh3_128(h_{i-1} ‖ xxh3_128(canonical bytes of message i)), seeded with tenant, model and tools.
 
-Canonical means: what the chat template would see. Between two turns Claude Code moves `cache_control` marks and rewrites
-earlier content from ``[{"type":"text","text":…}]`` to a plain string; the tokens are the same, so the hash must be too.
-Hence `cache_control` never counts, a string equals its one-block list, empty text blocks and nulls do not count, and the
-order of a message's own keys does not count. Keys that SGLang 0.5.23 drops before the template (`UNSEEN_KEYS`;
-srt/entrypoints/anthropic/serving.py, openai/serving_chat.py) do not count either. Below a message's own keys order counts:
+Canonical means: what the chat template would see. Between two turns Claude Code moves `cache_control` marks and
+rewrites earlier content from ``[{"type":"text","text":…}]`` to a plain string; the tokens are the same, so the hash
+must be too.
+Hence `cache_control` never counts, a string equals its one-block list, empty text blocks and nulls do not count, and
+the order of a message's own keys does not count. Keys that SGLang 0.5.23 drops before the template (`UNSEEN_KEYS`;
+srt/entrypoints/anthropic/serving.py, openai/serving_chat.py) do not count either. Below a message's own keys order
+counts:
 templates print a tool call's arguments as they come. Anything that cannot be read is hashed as it stands.
 
 Raw text prompts (`/v1/completions`, `/generate`) have no messages. They are cut on a fixed grid, fine at first and
@@ -97,7 +99,9 @@ def chain_messages(
 
 
 def chain_text(start: bytes, text: bytes) -> tuple[Boundary, ...]:
-    """A boundary after each full grid cell of a raw prompt; a prompt shorter than one cell has one boundary, its end."""
+    """A boundary after each full grid cell of a raw prompt; a prompt shorter than one cell has one boundary, its
+    end.
+    """
     chain: list[Boundary] = []
     link = start
     at = 0

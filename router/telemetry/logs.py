@@ -1,5 +1,6 @@
 """Events as log lines: one structured line a turn, without prompt, key or raw id. Redaction is here: what is not named
-in `_turn_fields` cannot reach a line."""
+in `_turn_fields` cannot reach a line.
+"""
 
 from __future__ import annotations
 

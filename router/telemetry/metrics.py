@@ -1,6 +1,7 @@
 """Events as Prometheus metrics. Base units; every label is bounded by configuration, membership or an enum.
 
-What to do about them stands in router/README.md. With several workers prometheus-client's multiprocess mode adds them up
+What to do about them stands in router/README.md. With several workers prometheus-client's multiprocess mode adds them
+up
 exactly: gauges are sums over living processes, counters outlive theirs.
 """
 
@@ -136,7 +137,7 @@ class Metrics:
         child = children.get(labels)
         if child is None:
             child = children[labels] = metric.labels(*labels)
-        return cast(_Metric, child)
+        return cast("_Metric", child)
 
 
 def render_all_processes(folder: str) -> bytes:

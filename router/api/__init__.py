@@ -1,0 +1,1 @@
+"""The listeners: requests in, responses out, errors in the dialect of the path."""

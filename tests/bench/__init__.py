@@ -1,0 +1,1 @@
+"""Benchmarks: figures for notes, never for tests."""
