@@ -87,9 +87,9 @@ class Store(Group):
 
     kind: StoreKind = Field(
         "embedded",
-        description="embedded: a private Valkey that dies with the router; redis: shared by several routers, at `url`; "
-        "memory: one process only. Embedded, since it needs nothing installed and serves several workers. "
-        "A `url` alone implies redis.",
+        description="embedded: a private Valkey that dies with the router; redis: shared by several routers, at "
+        "`url`; memory: one process only. Embedded, since it needs nothing installed and serves several workers. A "
+        "`url` alone implies redis.",
     )
     url: RedisUrl | None = Field(
         None,
@@ -101,26 +101,24 @@ class Store(Group):
     )
     lease_ttl_s: Seconds = Field(
         10.0,
-        description="Seconds after which the lease of a router that died expires. 10: three renewals may fail before "
-        "a living router loses its count, and a dead one haunts the fleet no longer than a turn lasts.",
+        description="Seconds after which the lease of a router that died expires. 10: three renewals may fail "
+        "before a living router loses its count, and a dead one haunts the fleet no longer than a turn lasts.",
     )
     lease_renew_s: Seconds = Field(3.0, description="Seconds between renewals of running leases. A third of the TTL.")
     timeout_s: Seconds = Field(
         0.05,
-        description="Seconds one store call may take before the router goes on from its own memory. 50 ms is a hundred "
-        "times a healthy round trip and still hidden in a turn's time to first token.",
+        description="Seconds one store call may take before the router goes on from its own memory. 50 ms is a "
+        "hundred times a healthy round trip and still hidden in a turn's time to first token.",
     )
     branch_ttl_s: Seconds = Field(
         21_600.0,
         description="Seconds an idle branch is remembered. 6 h: the p99 of the pause before a human's next turn is "
-        "15,050 s "
-        "in recorded coding sessions, and 6 h is beyond it.",
+        "15,050 s in recorded coding sessions, and 6 h is beyond it.",
     )
     boundaries_kept: Count = Field(
         16,
         description="Prompt ends remembered per branch (count), by which a later turn finds it. 16: a harness that "
-        "rewinds or "
-        "retries goes back a few turns, and each costs about 60 bytes of store.",
+        "rewinds or retries goes back a few turns, and each costs about 60 bytes of store.",
     )
 
     @model_validator(mode="before")
@@ -185,8 +183,7 @@ class Fleet(Group):
     models: tuple[Text, ...] = Field(
         (),
         description="Model names served; '*' accepts any. Empty: whatever the replicas say they serve, which is "
-        "what one wants "
-        "unless clients use aliases.",
+        "what one wants unless clients use aliases.",
     )
     replicas: tuple[ReplicaUrl, ...] = Field(
         (),
@@ -206,8 +203,7 @@ class Fleet(Group):
     probe_interval_s: Seconds = Field(
         1.0,
         description="Seconds between looks at a replica that sends no report. 1: a lost replica is noticed within "
-        "seconds, and "
-        "the engine's endpoints asked are cheap.",
+        "seconds, and the engine's endpoints asked are cheap.",
     )
 
 
@@ -227,19 +223,12 @@ class Identity(Group):
             "x-smg-routing-key",
         ),
         description="Headers that name the session, first present wins, case ignored. What an operator sets comes "
-        "first, then "
-        "what the known harnesses send.",
+        "first, then what the known harnesses send.",
     )
     session_fields: tuple[FieldPath, ...] = Field(
         ("prompt_cache_key", "metadata.user_id", "session_id", "user"),
         description="Body fields that name the session when no header does, first present wins. From the most to "
         "the least specific.",
-    )
-    mint: bool = Field(
-        False,
-        description="Whether to make up a session id for clients that send none and return it in x-roost-session. "
-        "Off: few "
-        "clients send it back, and the prompt tells branches apart without it.",
     )
 
 
@@ -273,8 +262,8 @@ class Placement(Group):
     )
     attempts: Count = Field(
         8,
-        description="Times a turn is decided before it is refused because the fleet kept changing (count). 8 was "
-        "never needed.",
+        description="Times a turn is decided anew because the fleet changed meanwhile (count); the last ignores "
+        "how busy the chosen replica has become. 8: a burst of dozens settles within it.",
     )
 
 
@@ -319,8 +308,8 @@ class Timeouts(Group):
     )
     ready_lag_s: Share = Field(
         2.0,
-        description="Seconds at shutdown of saying not ready and yet accepting. 2: load balancers look about once a "
-        "second.",
+        description="Seconds at shutdown of saying not ready and yet accepting. 2: load balancers look about once "
+        "a second.",
     )
 
 

@@ -59,14 +59,6 @@ def cautions(settings: Settings) -> tuple[Problem, ...]:
                 f"less than {ENGINE_KEEPALIVE_S:g}, or a larger SGLANG_TIMEOUT_KEEP_ALIVE on every replica",
             )
         )
-    if settings.identity.mint and "x-roost-session" not in settings.identity.session_headers:
-        found.append(
-            Problem(
-                ("identity", "mint"),
-                "session ids are made up and returned in x-roost-session, which is not among the headers read",
-                "x-roost-session in identity.session_headers",
-            )
-        )
     return tuple(found)
 
 

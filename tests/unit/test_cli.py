@@ -35,16 +35,16 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """Settings that `router.main.run` was called with; it returns 7 and starts nothing."""
+    """Settings that `router.supervisor.run` was called with; it returns 7 and starts nothing."""
     seen: list[Settings] = []
 
     def run(settings: Settings) -> int:
         seen.append(settings)
         return 7
 
-    stand_in = types.ModuleType("router.main")
+    stand_in = types.ModuleType("router.supervisor")
     stand_in.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "router.main", stand_in)
+    monkeypatch.setitem(sys.modules, "router.supervisor", stand_in)
     return seen
 
 

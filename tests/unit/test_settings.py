@@ -19,7 +19,6 @@ from router.settings import (
     ConfigError,
     Flags,
     Fleet,
-    Identity,
     Profile,
     Settings,
     Store,
@@ -143,7 +142,6 @@ def test_every_flag_reaches_its_setting() -> None:
         ("roost_workers", "4", lambda s: s.workers == 4),
         ("ROOST_STORE__TIMEOUT_S", "0.2", lambda s: s.store.timeout_s == 0.2),
         ("ROOST_STORE__PREFIX", "7", lambda s: s.store.prefix == "7"),
-        ("ROOST_IDENTITY__MINT", "true", lambda s: s.identity.mint is True),
         ("ROOST_IDENTITY__SESSION_HEADERS", '["A-B"]', lambda s: s.identity.session_headers == ("a-b",)),
         ("ROOST_FLEETS", '[{"name": "x", "replicas": ["http://a:1"]}]', lambda s: s.fleets[0].name == "x"),
         ("ROOST_LIMITS", '{"retries": 0}', lambda s: s.limits.retries == 0 and s.limits.header_max_bytes == 32_768),
@@ -297,7 +295,6 @@ WRONG: list[tuple[str, str]] = [
         "identity.session_fields[0]: 'a..b' is not allowed "
         "(allowed: fields of the request body, nested ones with dots as in metadata.user_id; set by FILE)",
     ),
-    ("identity: {mint: perhaps}", "identity.mint: 'perhaps' is not allowed (allowed: true or false; set by FILE)"),
     ("timeouts: {idle_s: .inf}", "timeouts.idle_s: inf is not allowed (allowed: a number above 0; set by FILE)"),
     ("timeouts: {idle_s: .nan}", "timeouts.idle_s: nan is not allowed (allowed: a number above 0; set by FILE)"),
     ("placement: {mu: -1}", "placement.mu: -1 is not allowed (allowed: a number from 0; set by FILE)"),
@@ -595,12 +592,6 @@ def test_a_keepalive_that_outlives_the_engines_is_a_caution() -> None:
     told = cautions(Settings(timeouts=Timeouts(keepalive_s=5)))
     assert [problem.key for problem in told] == ["timeouts.keepalive_s"]
     assert "SGLANG_TIMEOUT_KEEP_ALIVE" in str(told[0])
-
-
-def test_minted_ids_that_are_never_read_back_are_a_caution() -> None:
-    told = cautions(Settings(identity=Identity(mint=True, session_headers=("modal-session-id",))))
-    assert [problem.key for problem in told] == ["identity.mint"]
-    assert cautions(Settings(identity=Identity(mint=True))) == ()
 
 
 @pytest.mark.parametrize(
