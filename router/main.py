@@ -48,7 +48,7 @@ from router.upstream.body import Reader
 from router.upstream.client import UpstreamClient, UpstreamLimits
 from router.upstream.sse import reader_for
 
-__all__ = ["Listeners", "bind", "run", "serve"]
+__all__ = ["EXIT_FAILED", "EXIT_OK", "Listeners", "announcer", "bound", "run", "serve"]
 
 log = logging.getLogger("roost")
 
@@ -109,8 +109,8 @@ def run(settings: Settings) -> int:
     configure(settings.log.level, settings.log.format)
     try:
         with contextlib.ExitStack() as stack:
-            public = stack.enter_context(_bound("listen", settings.listen.host, settings.listen.port))
-            admin = stack.enter_context(_bound("admin", settings.admin.host, settings.admin.port))
+            public = stack.enter_context(bound("listen", settings.listen.host, settings.listen.port))
+            admin = stack.enter_context(bound("admin", settings.admin.host, settings.admin.port))
             url = None
             if settings.store.kind == "embedded":
                 url = stack.enter_context(EmbeddedValkey()).url
@@ -122,7 +122,8 @@ def run(settings: Settings) -> int:
 
 
 @contextlib.contextmanager
-def _bound(key: str, host: str, port: int) -> Iterator[socket.socket]:
+def bound(key: str, host: str, port: int) -> Iterator[socket.socket]:
+    """A bound and listening TCP socket, closed in the end. Raises OSError that names `key`, the settings' group."""
     try:
         sock = bind(host, port)
     except OSError as error:
@@ -136,10 +137,12 @@ async def _until_signalled(settings: Settings, listeners: Listeners, store_url: 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await serve(settings, listeners, stop, store_url=store_url, announce=_announce(listeners))
+    await serve(settings, listeners, stop, store_url=store_url, announce=announcer(listeners))
 
 
-def _announce(listeners: Listeners) -> Callable[[], None]:
+def announcer(listeners: Listeners) -> Callable[[], None]:
+    """What writes the log line that tells where two TCP listeners accept."""
+
     def say() -> None:
         public, admin = listeners.public.getsockname(), listeners.admin.getsockname()
         log.info("serving on %s port %d, admin API on %s port %d", public[0], public[1], admin[0], admin[1])
