@@ -18,11 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from router.contract import Phase, Report, decode_report
+from router.contract import REPORT_TTL_S, Phase, Report, decode_report
 from router.discovery.observation import Failure, Observation
 from router.domain.errors import StoreError
 from router.domain.replica import ZERO_LOAD, Beliefs, Capacity, Fleet, Profile, Replica, Standing
-from router.domain.shared import Member, Membership, View
+from router.domain.shared import Ask, Member, Membership, View
 from router.ports import Clock, Store
 
 __all__ = ["FleetRuntime", "FleetSpec", "Prober", "ReplicaHealth", "replica_id"]
@@ -65,11 +65,15 @@ class ReplicaHealth:
     observation: Observation | None = None
     failed_probes: int = 0
     refused: bool = False
+    refused_at_s: float = 0.0
+    """Monotonic time at which a turn was refused."""
     last_bytes_s: float = -1e9
     """Monotonic time of the last response byte."""
     foreign: tuple[tuple[int, int], ...] = ()
     """Newest (turns, waiting tokens) beyond our leases, per poll."""
     report: Report | None = None
+    bad_report: str | None = None
+    """Why what its agent says cannot be used."""
     lives: int = 0
     """Lives noticed when `life` was recorded."""
     life: str = ""
@@ -97,8 +101,6 @@ class FleetRuntime:
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._refreshed = asyncio.Event()
         """Someone else read the membership again: there may be new members to probe."""
-        self.problems: dict[str, str] = {}
-        """By replica id: what is wrong with what it says, for the admin API."""
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
@@ -121,9 +123,8 @@ class FleetRuntime:
         self._membership = await self._store.members(self.name)
         self._read_reports(self._membership.reports)
         present = {member.id for member in self.members}
-        for gone in self._health.keys() - present:
+        for gone in [name for name, health in self._health.items() if name not in present and not health.bad_report]:
             self._health.pop(gone)
-            self.problems.pop(gone, None)
         for member in self.members:
             self._health.setdefault(member.id, ReplicaHealth())
         self._refreshed.set()
@@ -150,13 +151,16 @@ class FleetRuntime:
 
     def _read_reports(self, reports: Mapping[str, bytes]) -> None:
         for health in self._health.values():
-            health.report = None
+            health.report = health.bad_report = None
         for reporter, raw in reports.items():
+            health = self._health.setdefault(reporter, ReplicaHealth())
             report = decode_report(raw)
             if isinstance(report, str):
-                self.problems[reporter] = report
+                health.bad_report = report
+            elif report.replica != reporter:
+                health.bad_report = "the report speaks of another replica than the one it was filed under"
             else:
-                self._health.setdefault(reporter, ReplicaHealth()).report = report
+                health.report = report
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -169,13 +173,15 @@ class FleetRuntime:
             while True:
                 try:
                     await (self.refresh() if self._enrolled else self.enrol())
+                    self._last_view = await self._store.fetch(self.name, Ask(session=None))
                 except StoreError as error:
+                    self._last_view = None
                     log.debug("membership of %s not read: %s", self.name, error)
+                self._refreshed.clear()  # its own reading is no news
                 self._start_probes()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.spec.probe_interval_s):
                         await self._refreshed.wait()
-                self._refreshed.clear()
         finally:
             for task in self._probes.values():
                 task.cancel()
@@ -205,10 +211,6 @@ class FleetRuntime:
         health.failed_probes = 0 if observation.reachable else health.failed_probes + 1
         health.refused = observation.failure in (Failure.REFUSED, Failure.UNRESOLVED)
         health.foreign = (*health.foreign, self._foreign_now(member_id, observation))[-FOREIGN_WINDOW:]
-        if observation.problems:
-            self.problems[member_id] = "; ".join(observation.problems)
-        else:
-            self.problems.pop(member_id, None)
         if self.healthy(member_id) != was:
             log.info("replica %s of fleet %s is %s", member_id, self.name, "not ready" if was else "ready")
 
@@ -217,6 +219,7 @@ class FleetRuntime:
         health = self._health.get(member_id)
         if health is not None:
             health.refused = True
+            health.refused_at_s = self._clock.monotonic_s()
 
     def bytes_came(self, member_id: str) -> None:
         """A response byte came: the replica is alive."""
@@ -230,7 +233,7 @@ class FleetRuntime:
         if health is None:
             return False
         if health.report is not None:
-            return health.report.phase is Phase.READY and not health.refused
+            return health.report.phase is Phase.READY and not self._refuses(health)
         seen = health.observation
         if seen is None or health.refused:
             return False
@@ -239,6 +242,16 @@ class FleetRuntime:
         if self._clock.monotonic_s() - health.last_bytes_s < ALIVE_BY_BYTES_S:
             return True
         return seen.was_ready and health.failed_probes < FAILED_PROBES_MAX
+
+    def _refuses(self, health: ReplicaHealth) -> bool:
+        """Whether a refusal still counts against a report.
+
+        Who only reports is not probed, so it is taken back once every report from before the refusal has expired: an
+        agent that still says ready then has seen it.
+        """
+        if health.observation is not None:
+            return health.refused
+        return health.refused and self._clock.monotonic_s() - health.refused_at_s < REPORT_TTL_S
 
     def _foreign_now(self, member_id: str, seen: Observation) -> tuple[int, int]:
         """Turns and waiting tokens that the engine reports beyond all routers' leases."""
@@ -251,25 +264,37 @@ class FleetRuntime:
 
     async def _record(self, member_id: str) -> None:
         """Share what a probe found that all routers must agree on: incarnation, capacity, models."""
-        member = self.member(member_id)
         health = self._health.get(member_id)
         seen = health.observation if health is not None else None
-        if member is None or health is None or seen is None or not seen.reachable or seen.ready is False:
+        if health is None or seen is None or not seen.reachable or seen.ready is False:
             return
-        found = replace(
+        try:
+            found = self._found(member_id, seen, health)
+            if found is not None and found != self.member(member_id):
+                await self.refresh()  # another router may have recorded it, or an operator cordoned the replica
+                found = self._found(member_id, seen, health)
+                if found is not None and found != self.member(member_id):
+                    await self._store.put_member(self.name, found)
+                    await self.refresh()
+        except StoreError as error:
+            log.debug("member %s not recorded: %s", member_id, error)
+            return
+        if found is not None:
+            health.lives, health.life = seen.lives, found.incarnation
+
+    def _found(self, member_id: str, seen: Observation, health: ReplicaHealth) -> Member | None:
+        """The member's record as it should be after this observation; None where it is no member any more."""
+        member = self.member(member_id)
+        if member is None:
+            return None
+        incarnation = _incarnation(member, seen, health)
+        return replace(
             member,
-            incarnation=_incarnation(member, seen, health),
+            incarnation=incarnation,
             capacity=self._capacity(seen) or member.capacity,
             models=seen.models or member.models,
+            joined_at_s=member.joined_at_s if incarnation == member.incarnation else self._clock.now_s(),
         )
-        if found.incarnation != member.incarnation:
-            found = replace(found, joined_at_s=self._clock.now_s())
-        if found != member:
-            try:
-                await self._store.put_member(self.name, found)
-                await self.refresh()
-            except StoreError as error:
-                log.debug("member %s not recorded: %s", member_id, error)
 
     def _capacity(self, seen: Observation) -> Capacity | None:
         if seen.device_tokens is None:
@@ -283,9 +308,9 @@ class FleetRuntime:
 
     # --- the snapshot -------------------------------------------------------------------------------------------------
 
-    def snapshot(self, view: View) -> Fleet:
-        """The fleet as a decision reads it."""
-        self._last_view = view
+    def snapshot(self, view: View, *, blind: bool = False) -> Fleet:
+        """The fleet as a decision reads it. `blind`: the store is away, and the view says nothing of loads."""
+        self._last_view = None if blind else view
         replicas = tuple(self._replica(member, view) for member in self.members)
         return Fleet(self.name, self.spec.profile, replicas, view.now_s)
 
@@ -339,6 +364,11 @@ class FleetRuntime:
     def _discovered(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for member in self.members for name in member.models))
 
+    @property
+    def problems(self) -> dict[str, str]:
+        """By replica id: what is wrong with what it says, for the admin API."""
+        return {name: "; ".join(problems) for name, health in self._health.items() if (problems := _problems(health))}
+
     def health(self, member_id: str) -> ReplicaHealth | None:
         """This router's own view of one replica."""
         return self._health.get(member_id)
@@ -355,5 +385,9 @@ def _incarnation(member: Member, seen: Observation, health: ReplicaHealth) -> st
     if seen.lives > health.lives and known == health.life:
         number = known.removeprefix("life-")
         known = f"life-{int(number) + 1 if number.isdigit() else 1}"
-    health.lives, health.life = seen.lives, known
     return known
+
+
+def _problems(health: ReplicaHealth) -> tuple[str, ...]:
+    seen = health.observation.problems if health.observation is not None else ()
+    return seen if health.bad_report is None else (health.bad_report, *seen)

@@ -246,7 +246,7 @@ class Turns:
     ) -> _Held:
         """Place without the store: by hash of the session, or of the first message after the system prompt."""
         nothing = View(self._clock.now_s(), fleet.version, loads={}, incarnations={}, beliefs={})
-        snapshot = fleet.snapshot(nothing)
+        snapshot = fleet.snapshot(nothing, blind=True)
         lineage = trace(facts, nothing, turn_id)
         if facts.session is None and facts.chain:
             root = facts.chain[min(facts.head, len(facts.chain) - 1)].hash
