@@ -48,7 +48,7 @@ from router.upstream.body import Reader
 from router.upstream.client import UpstreamClient, UpstreamLimits
 from router.upstream.sse import reader_for
 
-__all__ = ["EXIT_FAILED", "EXIT_OK", "Listeners", "announcer", "bound", "run", "serve"]
+__all__ = ["EXIT_FAILED", "EXIT_OK", "Listeners", "announcer", "bind", "bound", "run", "serve"]
 
 log = logging.getLogger("roost")
 
@@ -197,7 +197,11 @@ async def serve(
             identity=Identity(Rules(settings.identity.session_headers, settings.identity.session_fields)),
             health=health,
             observer=observer,
-            limits=GatewayLimits(settings.limits.body_max_bytes, settings.limits.header_max_bytes),
+            limits=GatewayLimits(
+                settings.limits.body_max_bytes,
+                settings.limits.header_max_bytes,
+                tuple(agent.lower().encode() for agent in settings.limits.bare_abort_agents),
+            ),
             now_s=clock.now_s,
         )
         admin = Admin(fleets, store, recent, health, metrics.render)

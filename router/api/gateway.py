@@ -45,6 +45,8 @@ class GatewayLimits:
 
     body_max_bytes: int
     header_max_bytes: int
+    bare_abort_agents: tuple[bytes, ...]
+    """User-Agent prefixes, lower case: a stream that breaks under them is aborted without an error event."""
 
 
 @dataclass(slots=True)
@@ -136,9 +138,15 @@ class Gateway:
                 raise
             log.info("response broken: %s", error)
             reader = readers[-1]
-            if facts.stream and read.down.extensible and not reader.terminal:
+            if facts.stream and read.down.extensible and not reader.terminal and self._wants_last_words(read):
                 read.down.write(_last_words(error, facts.dialect, reader))
             read.down.abort()
+
+    def _wants_last_words(self, read: _Request) -> bool:
+        """Whether an error event helps this client. Agents retry a stream that merely breaks, and some do worse when told
+        why: Qwen Code ends its run, Claude Code goes on without streaming (both run against 0.24.4 and 2.1.332).
+        """
+        return not read.headers.get(b"user-agent", b"").lower().startswith(self._limits.bare_abort_agents)
 
     async def _pass(self, read: _Request, facts: Facts, body: bytes, *, has_body: bool) -> None:
         headers = forward_request_headers(read.raw_headers)

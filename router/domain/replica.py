@@ -108,6 +108,8 @@ class Replica:
     foreign_in_flight: int = 0
     """Turns that the engine reports beyond our leases: traffic that did not come through any router."""
     foreign_prefill_tokens: int = 0
+    reports_cache: bool = False
+    """Its usage tells cached tokens; where it leaves them out, none were."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -336,6 +336,9 @@ class FleetRuntime:
             models=member.models,
             foreign_in_flight=min((turns for turns, _ in foreign), default=0),
             foreign_prefill_tokens=min((tokens for _, tokens in foreign), default=0),
+            reports_cache=health is not None
+            and health.observation is not None
+            and health.observation.cache_report is True,
         )
 
     def _room(self, member: Member, report: Report | None) -> Capacity:

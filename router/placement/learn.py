@@ -51,6 +51,10 @@ def learn(turn: Turn, text_bytes: int, placed: Placed, replica: Replica, rates: 
     if outcome.ttft_s is None or outcome.end in (End.UNREACHED, End.UPSTREAM_ERROR):
         return Learned(None, 0, 0, 0)
     usage = outcome.usage
+    if usage.cached_tokens is None and usage.prompt_tokens is not None and replica.reports_cache:
+        # SGLang's /v1/messages leaves out a cached count of zero (srt/entrypoints/anthropic/serving.py).
+        usage = replace(usage, cached_tokens=0)
+        outcome = replace(outcome, usage=usage)
     prompt = usage.prompt_tokens if usage.prompt_tokens is not None else turn.prompt_tokens
     cached = min(prompt, usage.cached_tokens if usage.cached_tokens is not None else placed.cached_tokens)
     output = usage.output_tokens if usage.output_tokens is not None else outcome.output_events

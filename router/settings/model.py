@@ -285,6 +285,12 @@ class Limits(Group):
         "replica.",
     )
 
+    bare_abort_agents: tuple[Text, ...] = Field(
+        ("QwenCode/", "claude-cli/"),
+        description="User-Agent prefixes, case ignored, of clients whose broken stream is cut without an error event. "
+        "These two retry a mere break as they should, but told why, one ends its run and the other stops streaming.",
+    )
+
 
 class Timeouts(Group):
     """How long is waited for what."""
