@@ -1,0 +1,131 @@
+-- What all scripts share: the clock, the records (formats: router/store/codec.py) and giving leases back.
+-- KEYS[1] is always <base>load; keys derived from `base` share its hash tag.
+
+local base = string.sub(KEYS[1], 1, -5)
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+local now_ms = math.floor(now * 1000)
+
+-- A string, or false where the key is absent or holds another type: a foreign record counts as absent.
+local function read(key)
+  return redis.call('MGET', key)[1]
+end
+
+local function integer(number)
+  return string.format('%.0f', number)
+end
+
+local function sane(number)
+  return number >= 0 and number < math.huge
+end
+
+-- A counter; whatever is no whole number of zero or more counts as zero.
+local function read_number(key)
+  local number = tonumber(read(key) or 0)
+  return number and sane(number) and math.floor(number) or 0
+end
+
+local function pack_text(text)
+  return struct.pack('Bc0', #text, text)
+end
+
+local function parse_load(raw)
+  if not raw or #raw < 49 or string.byte(raw) ~= 1 then return nil end
+  local _, in_flight, prefill, locked, admitted, crowd, crowd_at, life = struct.unpack('<BI4i8i8i8ddI4', raw)
+  if not (sane(crowd) and sane(crowd_at)) or prefill < 0 or locked < 0 or admitted < 0 then return nil end
+  return {
+    in_flight = in_flight, prefill = prefill, locked = locked, admitted = admitted,
+    crowd = crowd, crowd_at = crowd_at, life = life, incarnation = string.sub(raw, 50),
+  }
+end
+
+local function read_load(replica)
+  return parse_load(redis.call('HGET', KEYS[1], replica))
+end
+
+local function write_load(replica, load)
+  redis.call('HSET', KEYS[1], replica, struct.pack('<BI4i8i8i8ddI4',
+    1, load.in_flight, load.prefill, load.locked, load.admitted, load.crowd, load.crowd_at, load.life)
+    .. load.incarnation)
+end
+
+local function parse_lease(raw)
+  if not raw or #raw < 23 or string.byte(raw) ~= 1 then return nil end
+  local ok, _, life, prefill, locked, replica, branch, past = pcall(struct.unpack, '<BI4i8i8Bc0Bc0', raw)
+  if not ok or past ~= #raw + 1 or prefill < 0 or locked < 0 then return nil end
+  return {life = life, prefill = prefill, locked = locked, replica = replica, branch = branch}
+end
+
+local function pack_lease(lease)
+  return struct.pack('<BI4i8i8', 1, lease.life, lease.prefill, lease.locked)
+    .. pack_text(lease.replica) .. pack_text(lease.branch)
+end
+
+local function scan_branch(raw)
+  local b = {}
+  local _, count, at
+  _, b.version, b.turns, b.in_flight, b.tokens, b.text_bytes, b.weight, b.active_at,
+    b.session, b.home, b.home_incarnation, count, at = struct.unpack('<BI4I4I4I4I4ddBc0Bc0Bc0B', raw)
+  b.tips = string.sub(raw, at, at + 20 * count - 1)
+  if #b.tips ~= 20 * count or not (sane(b.weight) and sane(b.active_at)) then return nil end
+  count, at = struct.unpack('B', raw, at + 20 * count)
+  b.residues = {}
+  for i = 1, count do
+    local residue = {at = at}
+    residue.replica, residue.incarnation, residue.tokens, residue.mark, at = struct.unpack('<Bc0Bc0I4i8', raw, at)
+    b.residues[i] = residue
+  end
+  return at == #raw + 1 and b or nil
+end
+
+local function parse_branch(raw)
+  if not raw or string.byte(raw) ~= 1 then return nil end
+  local ok, branch = pcall(scan_branch, raw)
+  return ok and branch or nil
+end
+
+local function pack_branch(b)
+  local parts = {
+    struct.pack('<BI4I4I4I4I4dd', 1, b.version, b.turns, b.in_flight, b.tokens, b.text_bytes, b.weight, b.active_at),
+    pack_text(b.session), pack_text(b.home), pack_text(b.home_incarnation),
+    struct.pack('B', #b.tips / 20), b.tips, struct.pack('B', #b.residues),
+  }
+  for _, r in ipairs(b.residues) do
+    parts[#parts + 1] = pack_text(r.replica) .. pack_text(r.incarnation) .. struct.pack('<I4i8', r.tokens, r.mark)
+  end
+  return table.concat(parts)
+end
+
+local function parse_session(raw)
+  if not raw or string.byte(raw) ~= 1 then return nil end
+  local ok, _, home, incarnation, count, at = pcall(struct.unpack, '<BBc0Bc0B', raw)
+  if not ok then return nil end
+  local session = {home = home, incarnation = incarnation, heads = {}}
+  for i = 1, count do
+    local fine, hash, branch, past = pcall(struct.unpack, '<c16Bc0', raw, at)
+    if not fine then return nil end
+    session.heads[i] = {hash = hash, branch = branch}
+    at = past
+  end
+  return at == #raw + 1 and session or nil
+end
+
+-- Takes from a load entry what a lease added, if the entry is still of the life that the lease was taken in.
+local function subtract(load, lease)
+  if not load or load.life ~= lease.life then return false end
+  load.in_flight = math.max(0, load.in_flight - 1)
+  load.prefill = math.max(0, load.prefill - lease.prefill)
+  load.locked = math.max(0, load.locked - lease.locked)
+  return true
+end
+
+-- One turn of the branch is over; its TTL stays.
+local function leave(branch_id)
+  local key = base .. 'n:' .. branch_id
+  local branch = parse_branch(read(key))
+  if branch and branch.in_flight > 0 then
+    branch.in_flight = branch.in_flight - 1
+    redis.call('SET', key, pack_branch(branch), 'KEEPTTL')
+  end
+end
+
