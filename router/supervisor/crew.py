@@ -110,6 +110,7 @@ class Crew:
 
     async def _end(self, keepers: list[asyncio.Task[None]], kill: asyncio.Event) -> None:
         """Stop all workers, by force once they have had their time or `kill` is set."""
+        log.info("stopping %d workers", len(self._workers))
         self._stopping.set()
         self._public.close()  # so that new connections are refused as soon as no worker accepts them
         self._signal(signal.SIGTERM)

@@ -24,6 +24,7 @@ __all__ = ["exposition", "retire"]
 
 log = logging.getLogger("roost.supervisor")
 
+_SUMMED: Final = ("counter", "histogram")
 _DEAD: Final = "dead"
 """Stands where a living process has its id in a file's name."""
 
@@ -39,8 +40,10 @@ def exposition(folder: Path) -> bytes | None:
 def retire(folder: Path, pid: int) -> None:
     """Forget a dead process's gauges and add its counters and histograms to those of the dead before it."""
     multiprocess.mark_process_dead(pid, str(folder))  # type: ignore[no-untyped-call]
-    for file in folder.glob(f"*_{pid}.db"):
-        kind = file.name.partition("_")[0]
+    for kind in _SUMMED:
+        file = folder / f"{kind}_{pid}.db"
+        if not file.exists():
+            continue
         try:
             _add(file, folder / f"{kind}_{_DEAD}.db")
         except (
