@@ -16,6 +16,7 @@ class Ask:
     """What a turn wants to know before it is placed."""
 
     session: str | None
+    """The session whose record is read."""
     boundaries: tuple[str, ...] = ()
     """Boundary hashes of the prompt, deepest first."""
     head: str | None = None
@@ -77,6 +78,8 @@ class Claim:
     slack: int = 0
     head: str | None = None
     """Head boundary to remember for the session."""
+    heads_of: str | None = None
+    """The session whose record remembers head and home; None: `session`. Keyless conversations of a tenant share one."""
     session_home: Binding | None = None
     """For session policies: bind the session too, if it is unbound or bound to another incarnation than it says."""
     branch_ttl_s: float = 21_600.0

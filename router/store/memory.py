@@ -271,17 +271,18 @@ def _register(at: _Fleet, claim: Claim, old: Branch | None, now_s: float) -> Non
 
 def _remember(at: _Fleet, claim: Claim, now_s: float) -> None:
     """The session's head and home, where there is one to remember."""
-    session = at.sessions.get(claim.session, now_s)
+    name = claim.heads_of or claim.session
+    session = at.sessions.get(name, now_s)
     if session is None:
         if claim.head is None and claim.session_home is None:
             return
-        session = Session(claim.session)
+        session = Session(name)
     heads = session.heads
     if claim.head is not None:
         others = [head for head in heads if head[0] != claim.head]
         heads = ((claim.head, claim.branch), *others[: HEADS_KEPT - 1])
     home = session.home if claim.session_home is None else claim.session_home
-    at.sessions.put(claim.session, replace(session, home=home, heads=heads), now_s, claim.branch_ttl_s)
+    at.sessions.put(name, replace(session, home=home, heads=heads), now_s, claim.branch_ttl_s)
 
 
 def _join(life: _Life | None, share: float, now_s: float, half_life_s: float) -> None:

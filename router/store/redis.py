@@ -160,8 +160,9 @@ class RedisStore:
         """See `Store.acquire`."""
         keys = self._fleet(fleet).keys
         branch, session = codec.short(codec.pack_id(claim.branch)), codec.short(codec.pack_id(claim.session))
+        record = codec.short(codec.pack_id(claim.heads_of or claim.session))
         tips, boundary, bound = codec.pack_boundaries(claim.tips), keys.base + b"b:", claim.session_home
-        named = [keys.load, keys.leases, keys.held, keys.lives, keys.base + b"n:" + branch, keys.base + b"s:" + session]
+        named = [keys.load, keys.leases, keys.held, keys.lives, keys.base + b"n:" + branch, keys.base + b"s:" + record]
         named += [boundary + tips[at : at + 16] for at in range(0, len(tips), 20)]
         reply = await self._run(
             "acquire",

@@ -200,6 +200,15 @@ async def test_a_head_whose_branch_is_forgotten_is_none(fleet: Fleet) -> None:
     assert view.head_branch is None
 
 
+async def test_heads_may_be_remembered_by_another_session_than_the_branchs_own(fleet: Fleet) -> None:
+    """Keyless conversations share one record of heads, while each branch keeps a session of its own."""
+    await fleet.win(claim("l1", "b1", B1, head=B3.hash, heads_of="shared"))
+    view = await fleet.look(boundary(9), session="shared", head=B3.hash)
+    assert view.head_branch is not None
+    assert (view.head_branch.id, view.head_branch.session) == ("b1", "s1")
+    assert (await fleet.look(boundary(9), session="s1", head=B3.hash)).session is None
+
+
 async def test_a_session_keeps_its_eight_newest_heads(fleet: Fleet) -> None:
     for number in range(10):
         await fleet.win(claim(f"l{number}", f"b{number}", boundary(100 + number), head=boundary(number).hash))
