@@ -110,7 +110,7 @@ class Crew:
 
     async def _end(self, keepers: list[asyncio.Task[None]], kill: asyncio.Event) -> None:
         """Stop all workers, by force once they have had their time or `kill` is set."""
-        log.info("stopping %d workers", len(self._workers))
+        log.info("stopping; workers running: %d", len(self._workers))
         self._stopping.set()
         self._public.close()  # so that new connections are refused as soon as no worker accepts them
         self._signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ class Crew:
         await asyncio.wait([finished, killed], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if not finished.done():
             why = "told to" if kill.is_set() else f"not finished after {patience_s:g} s"
-            log.warning("killing %d workers: %s", len(self._workers), why)
+            log.warning("killing the workers left, %d: %s", len(self._workers), why)
             self._signal(signal.SIGKILL)
         killed.cancel()
         await finished

@@ -240,12 +240,12 @@ async def test_a_second_sigint_kills(folder: Path) -> None:
             response = await _begun(first, "a")
             os.kill(roost.workers()[1], signal.SIGSTOP)
             roost.process.send_signal(signal.SIGINT)
-            await roost.log.line("stopping 2 workers")
+            await roost.log.line("stopping; workers running: 2")
             roost.process.send_signal(signal.SIGINT)
             assert await roost.exit_code() == 0
             with pytest.raises(aiohttp.ClientError):
                 await response.read()
-        assert "killing 2 workers" in await roost.log.end()
+        assert "killing the workers left, 2: told to" in await roost.log.end()
         assert list(roost.folder.iterdir()) == []
 
 
