@@ -116,9 +116,9 @@ class Store(Group):
         "15,050 s in recorded coding sessions, and 6 h is beyond it.",
     )
     boundaries_kept: Count = Field(
-        16,
-        description="Prompt ends remembered per branch (count), by which a later turn finds it. 16: a harness that "
-        "rewinds or retries goes back a few turns, and each costs about 60 bytes of store.",
+        10,
+        description="Prompt ends remembered per branch (count), by which a later turn finds it. 10: a harness that "
+        "rewinds or retries goes back a few turns, older ends thin out, and a session stays below 2 KB of Valkey.",
     )
 
     @model_validator(mode="before")
