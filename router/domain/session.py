@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 __all__ = ["Binding", "Boundary", "Branch", "Residue", "Session"]
 
@@ -15,8 +16,7 @@ class Binding:
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(NamedTuple):
     """A point in a prompt where a message ends: the chained hash up to it and how many bytes of prompt text lie before
     it.
     """

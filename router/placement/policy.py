@@ -7,7 +7,7 @@ them alike and equal replicas share equally.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from types import MappingProxyType
 from typing import Final
@@ -79,7 +79,7 @@ def _ranked(choice: Choice, score: Callable[[Replica], tuple[float, ...]]) -> tu
     order = sorted(
         choice.eligible, key=lambda replica: (score(replica), -rendezvous_weight(choice.turn.id, replica.id))
     )
-    return tuple(replace(costs[replica.id], score=score(replica)[0]) for replica in order)
+    return tuple(costs[replica.id]._replace(score=score(replica)[0]) for replica in order)
 
 
 def roost(choice: Choice) -> tuple[Cost, ...]:
