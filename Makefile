@@ -14,7 +14,7 @@ STAMP  := $(VENV)/.installed
 export UV_PYTHON_DOWNLOADS = never
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check format lint types layers lock redis-server test-harness test-sglang
+.PHONY: help install test check format lint types layers lock redis-server test-harness test-sglang bench
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ test-harness: install ## Real coding-agent CLIs through Roost (needs ../shared/h
 test-sglang: install ## Real SGLang servers on the CPU behind Roost (needs ../shared/sglang-cpu).
 	@test -d $(SHARED)/sglang-cpu || { echo "make test-sglang: $(SHARED)/sglang-cpu is not there; it brings SGLang for the CPU. Set SHARED=DIR if it lies elsewhere." >&2; exit 2; }
 	$(PY) -m pytest tests/sglang -m sglang $(PYTEST_ARGS)
+
+bench: install ## What placing a turn costs here: identify, decide, store round trips.
+	$(PY) -m tests.bench.placement
 
 # Locks carry hashes and no registry host, so that any mirror serves; uv is wanted on the PATH or in the venv.
 UV := $(if $(wildcard $(VENV)/bin/uv),$(VENV)/bin/uv,uv)
