@@ -1,8 +1,9 @@
 """The life of a turn: fetch, decide, commit, stream, learn, settle. What was acquired is always settled.
 
-turn    one turn through its life
-fleet   the replicas of one model: membership, what probes saw, the snapshot a decision reads
-fleets  which fleet serves a model
-leases  renewing what is held
-recent  the last decisions, term by term, and what then came true
+turn     one turn through its life
+fleet    the replicas of one model: membership, what probes saw, the snapshot a decision reads
+fleets   which fleet serves a model
+leases   renewing what is held
+passage  requests that are no turns
+recent   the last decisions, term by term, and what then came true
 """

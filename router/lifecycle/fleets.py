@@ -39,14 +39,19 @@ class Fleets:
                 return self._fleets[0]
             raise MalformedRequest(f"the request names no model; served here: {self._names()}")
         for name in dict.fromkeys((model, model.split(":", 1)[0])):
-            for fleet in self._fleets:
-                if name in fleet.spec.models or (not fleet.spec.models and name in fleet.models()):
-                    return fleet
+            fleet = self._knowing(name)
+            if fleet is not None:
+                return fleet
         for fleet in self._fleets:
             if ANY in fleet.spec.models or (len(self._fleets) == 1 and not fleet.models()):
                 return fleet
         shown = "".join(c if c.isprintable() else "?" for c in model[:80])
         raise UnknownModel(f"model {shown!r} is not served here; served: {self._names()}")
+
+    def _knowing(self, name: str) -> FleetRuntime | None:
+        configured = (fleet for fleet in self._fleets if name in fleet.spec.models)
+        served = (fleet for fleet in self._fleets if name in fleet.models())
+        return next(configured, None) or next(served, None)
 
     def first(self) -> FleetRuntime:
         """Where requests go that belong to no model."""

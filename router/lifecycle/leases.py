@@ -43,13 +43,14 @@ class Leases:
         """Renew until cancelled. A store that is away is asked again at the next beat."""
         while True:
             await asyncio.sleep(self._renew_s)
-            for fleet, leases in self._held.items():
+            for fleet, leases in list(self._held.items()):  # a fleet's first turn may come while one is renewed
                 await self._renew(fleet, list(leases))
 
     async def _renew(self, fleet: str, leases: list[str]) -> None:
         try:
             for start in range(0, len(leases), BATCH):
-                lost = await self._store.renew(fleet, leases[start : start + BATCH], self.ttl_s)
+                gone = await self._store.renew(fleet, leases[start : start + BATCH], self.ttl_s)
+                lost = self._held[fleet].intersection(gone)  # without those settled meanwhile
                 if lost:
                     log.warning("%d leases of fleet %s had expired before they were renewed", len(lost), fleet)
         except StoreError as error:

@@ -52,13 +52,15 @@ class Passages:
         tried: set[str] = set()
         while True:
             member = self._choose(fleet, tried, holder)
+            holds = holder is not None and holder.replica == member.id
             self._under_way[member.id] += 1
             try:
-                exchange = await self._send(fleet, member, forward, retry=len(tried) < self._retries)
+                retry = len(tried) < self._retries and not holds  # the others would say there is no such response
+                exchange = await self._send(fleet, member, forward, retry=retry)
                 if exchange is None:
                     tried.add(member.id)
                     continue
-                reason = Reason.STORED if holder is not None and holder.replica == member.id else Reason.PASS
+                reason = Reason.STORED if holds else Reason.PASS
                 await relay(exchange, member.id, reason, down)
                 return
             finally:
@@ -69,21 +71,23 @@ class Passages:
         members = [(fleet, member) for fleet in fleets for member in fleet.members if fleet.healthy(member.id)]
         if not members:
             raise NotPlaced("no replica is ready")
-        answers = await asyncio.gather(
-            *(self._upstream.send(member.url, forward) for _, member in members), return_exceptions=True
-        )
-        exchanges = [
-            (member.id, answer)
-            for (_, member), answer in zip(members, answers, strict=True)
-            if not isinstance(answer, BaseException)
-        ]
-        if not exchanges:
-            raise next(answer for answer in answers if isinstance(answer, BaseException))
-        exchanges.sort(key=lambda each: each[1].head.status >= 400)
-        for _, other in exchanges[1:]:
-            other.abort()
-        chosen, exchange = exchanges[0]
-        await relay(exchange, chosen, Reason.PASS, down)
+        exchanges: list[tuple[str, Exchange]] = []
+
+        async def ask(member: Member) -> None:
+            exchanges.append((member.id, await self._upstream.send(member.url, forward)))
+
+        try:
+            failures = await asyncio.gather(*(ask(member) for _, member in members), return_exceptions=True)
+            if not exchanges:
+                raise next(failure for failure in failures if failure is not None)
+            exchanges.sort(key=lambda each: each[1].head.status >= 400)
+            for _, other in exchanges[1:]:
+                other.abort()
+            chosen, exchange = exchanges[0]
+            await relay(exchange, chosen, Reason.PASS, down)
+        finally:
+            for _, each in exchanges:
+                each.abort()
 
     def _choose(self, fleet: FleetRuntime, tried: set[str], holder: Binding | None) -> Member:
         members = [

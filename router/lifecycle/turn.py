@@ -5,7 +5,8 @@ Rules kept here:
 - *What was acquired is always settled*, on every path: after a clean end, an error, a client that left, a cancellation.
   Settling runs as a task of its own that cancellation does not reach, and `drained` waits for all of them.
 - *Two round trips* to the store before the first byte goes upstream: `fetch` and `acquire`. Only when the world moved
-  between them (another router bound the branch, took the place) are they repeated, with growing tolerance.
+  between them (another router bound the branch, took the place) are they repeated, with growing tolerance; the last
+  time the turn asks for a branch of its own, which no rival can take.
 - *A turn is tried elsewhere only while that is safe*: nobody listened, the connection broke before a byte of a
   response, or
   the replica said it is full (503). Never twice on one replica, at most `retries` times, never after the head went out.
@@ -19,8 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -44,7 +46,7 @@ from router.lifecycle.recent import Recent, Record
 from router.placement.cost import Rates, Tuning, branch_weight, rates_of
 from router.placement.decide import decide, turn_of
 from router.placement.learn import learn
-from router.placement.lineage import Lineage, ask_for, kept_tips, trace
+from router.placement.lineage import Lineage, apart, ask_for, kept_tips, trace
 from router.ports import BodyReader, Clock, Downstream, Exchange, ForwardRequest, ResponseHead, Store, Upstream
 from router.telemetry.events import Observer, TurnFinished, TurnStarted
 
@@ -66,7 +68,7 @@ class Limits:
     """How hard a turn tries."""
 
     attempts: int = 8
-    """Decisions made anew because the world moved; the last ignores how busy the chosen replica has become."""
+    """Decisions made anew because the world moved; the last heeds neither rivals nor how busy its replica is."""
     retries: int = 2
     """Further replicas tried when one fails before its head."""
     tips_kept: int = 16
@@ -140,6 +142,8 @@ class Turns:
         self._tuning = tuning
         self._limits = limits
         self._sequence = 0
+        self._again: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By fleet: held while a turn that lost a race is decided anew."""
         self._settling: set[asyncio.Task[None]] = set()
         self._under_way = 0
         self._idle = asyncio.Event()
@@ -182,29 +186,40 @@ class Turns:
     async def drained(self) -> None:
         """Wait until everything acquired is settled."""
         while self._settling:
-            await asyncio.gather(*self._settling, return_exceptions=True)
+            await asyncio.wait(self._settling)
 
     # --- fetch, decide, commit ----------------------------------------------------------------------------------------
 
     async def _place(
         self, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: _Attempts, began_s: float
     ) -> _Held:
+        """Get the turn a place. Raises NotPlaced."""
         attempts.count += 1
         self._sequence += 1
         sequence = self._sequence
         for attempt in range(self._limits.attempts):
-            try:
-                view = await self._store.fetch(fleet.name, ask_for(facts))
-                if view.membership_version != fleet.version:
-                    await fleet.refresh()
-                held = self._decide(fleet, facts, view, turn_id, attempts, sequence)
-                held.record.store_calls = 2 * (attempt + 1)
-                last = attempt + 1 == self._limits.attempts
-                if await self._acquire(held, self._claim(held, view, facts, slack=None if last else attempt // 2)):
-                    return self._committed(held, began_s)
-            except StoreError:
-                return self._committed(self._decide_blind(fleet, facts, turn_id, attempts, sequence), began_s)
+            # Losers of a race go on one at a time: deciding anew all at once, they would but race again.
+            async with self._again[fleet.name] if attempt else nullcontext():
+                held = await self._round(fleet, facts, turn_id, attempts, sequence, attempt)
+            if held is not None:
+                return self._committed(held, began_s)
         raise NotPlaced(f"fleet {fleet.name} kept changing while the turn was placed")
+
+    async def _round(
+        self, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: _Attempts, sequence: int, attempt: int
+    ) -> _Held | None:
+        """Fetch, decide, claim. None where the world moved in between; a blind place where the store is away."""
+        last = attempt + 1 == self._limits.attempts
+        try:
+            view = await self._store.fetch(fleet.name, ask_for(facts))
+            if view.membership_version != fleet.version:
+                await fleet.refresh()
+            held = self._decide(fleet, facts, view, turn_id, attempts, sequence, last=last)
+            held.record.store_calls = 2 * (attempt + 1)
+            acquired = await self._acquire(held, self._claim(held, view, facts, slack=None if last else attempt // 2))
+        except StoreError:
+            return self._decide_blind(fleet, facts, turn_id, attempts, sequence)
+        return held if acquired else None
 
     async def _acquire(self, held: _Held, claim: Claim) -> bool:
         """Claim the place. A call that was cut short may still have been carried out, so what it asked for is given
@@ -221,10 +236,21 @@ class Turns:
         return acquired
 
     def _decide(
-        self, fleet: FleetRuntime, facts: Facts, view: View, turn_id: str, attempts: _Attempts, sequence: int
+        self,
+        fleet: FleetRuntime,
+        facts: Facts,
+        view: View,
+        turn_id: str,
+        attempts: _Attempts,
+        sequence: int,
+        *,
+        last: bool,
     ) -> _Held:
         snapshot = fleet.snapshot(view)
-        lineage = trace(facts, view, turn_id)
+        name = f"{turn_id}/{attempts.count}"  # a branch named by its turn is new at each replica it is tried on
+        lineage = trace(facts, view, name)
+        if last:
+            lineage = apart(lineage, name)
         rates = rates_of(snapshot)
         turn = turn_of(turn_id, facts, lineage, rates, self._tuning, sequence)
         decision = decide(
@@ -294,6 +320,7 @@ class Turns:
         checked = placed.reason not in (Reason.HOME, Reason.STORED) and slack is not None
         observed = chosen.load.in_flight if checked and chosen is not None else None
         waiting = placed.prefill_tokens if placed.prefill_tokens >= WAITING_TOKENS_MIN else 0
+        tip = lineage.tip if lineage.keeps_tip else None
         session = view.session
         sticky = record.policy == "session_sticky" and _session_home(session, lineage, held.snapshot) is None
         return Claim(
@@ -306,8 +333,8 @@ class Turns:
             session=lineage.session,
             version=known.version if known is not None else None,
             home=placed.binding,
-            tip=lineage.tip,
-            tips=kept_tips(known, lineage.tip, self._limits.tips_kept),
+            tip=tip,
+            tips=kept_tips(known, tip, self._limits.tips_kept),
             weight=branch_weight(turn.prompt_tokens),
             text_bytes=lineage.tip.text_bytes if lineage.tip is not None else 0,
             crowd_half_life_s=self._tuning.crowd_half_life_s,
@@ -475,6 +502,7 @@ class Turns:
         record, placed = held.record, held.record.placed
         if record.blind:
             return
+        self._leases.discard(held.fleet.name, held.lease)
         replica = held.snapshot.get(placed.replica)
         beliefs: Beliefs | None = None
         tokens = prompt_tokens = admitted = 0
@@ -495,10 +523,7 @@ class Turns:
             response_id=outcome.response_id if facts.stores_response else None,
             branch_ttl_s=self._limits.branch_ttl_s,
         )
-        try:
-            await self._quietly(self._store.settle(held.fleet.name, settlement))
-        finally:
-            self._leases.discard(held.fleet.name, held.lease)
+        await self._quietly(self._store.settle(held.fleet.name, settlement))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

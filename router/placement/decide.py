@@ -30,7 +30,7 @@ def turn_of(turn_id: str, facts: Facts, lineage: Lineage, rates: Rates, tuning: 
     shared_bytes = lineage.shared_bytes
     known = lineage.known
     if known is not None and known.tokens and known.text_bytes and shared_bytes >= known.text_bytes:
-        shared = known.tokens
+        shared = known.tokens + int((shared_bytes - known.text_bytes) * rates.tokens_per_byte)
     else:
         shared = int(shared_bytes * rates.tokens_per_byte)
     prompt = shared + int((total_bytes - shared_bytes) * rates.tokens_per_byte)

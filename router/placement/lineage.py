@@ -1,17 +1,18 @@
 """Which branch a turn continues, or what it forks from.
 
-A turn continues the branch of its deepest known boundary, if that branch is idle or the boundary is its tip; otherwise
-it is a fork: a new branch that shares a known prefix with its parent. A boundary met in another session (of the same
-tenant: the chain is seeded with it) is a fork too. Nothing known: a new branch. A branch that is new to its session,
-but begins with the same tools and system prompt as one of its branches (a compacted history, a subagent of the same
-kind), shares that head.
+A turn continues the branch of its deepest known boundary, if that branch is idle, or the boundary is its tip or the end
+of this prompt (which is sent again); otherwise it is a fork: a new branch that shares a known prefix with its parent. A
+boundary met in another session (of the same tenant: the chain is seeded with it) is a fork too, and where it is the end
+of the prompt it stays the other's: the fork keeps apart. Nothing known: a new branch. A branch that is new to its
+session, but begins with the same tools and system prompt as one of its branches (a compacted history, a subagent of
+the same kind), shares that head.
 
 A branch's id follows from the end of its first prompt and its session, so that routers which cannot talk agree on it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from xxhash import xxh3_128_hexdigest
@@ -20,7 +21,7 @@ from router.domain.session import Boundary, Branch
 from router.domain.shared import Ask, View
 from router.domain.turn import Facts
 
-__all__ = ["Lineage", "ask_for", "kept_tips", "trace"]
+__all__ = ["Lineage", "apart", "ask_for", "kept_tips", "trace"]
 
 NEWEST_TIPS: Final = 4
 """Tips kept without gaps; older ones thin out."""
@@ -40,6 +41,8 @@ class Lineage:
     """Prompt text in common with `parent`."""
     tip: Boundary | None
     """The end of this prompt."""
+    keeps_tip: bool = True
+    """Whether later turns find the branch by `tip`; False where that boundary is another branch's."""
 
     @property
     def fork(self) -> bool:
@@ -66,9 +69,11 @@ def trace(facts: Facts, view: View, turn: str) -> Lineage:
         met = facts.chain[len(facts.chain) - 1 - view.depth]
         same_session = facts.session is None or facts.session == known.session
         at_tip = bool(known.tips) and known.tips[0].hash == met.hash
-        if same_session and (known.in_flight == 0 or at_tip):
+        again = view.depth == 0
+        if same_session and (known.in_flight == 0 or at_tip or again):
             return Lineage(known.id, known.session, known, known, met.text_bytes, tip)
-        return _fork(facts, tip, turn, known, met.text_bytes)
+        fork = _fork(facts, tip, turn, known, met.text_bytes)
+        return apart(fork, turn) if again else fork
     if view.head_branch is not None:
         return _fork(facts, tip, turn, view.head_branch, facts.chain[facts.head - 1].text_bytes)
     return _fork(facts, tip, turn, None, 0)
@@ -79,6 +84,12 @@ def _fork(facts: Facts, tip: Boundary | None, turn: str, parent: Branch | None, 
     session = facts.session or xxh3_128_hexdigest(f"anonymous/{facts.tenant}/{root}".encode())[:24]
     branch = xxh3_128_hexdigest(f"{session}/{root}".encode())
     return Lineage(branch, session, None, parent, shared_bytes, tip)
+
+
+def apart(lineage: Lineage, turn: str) -> Lineage:
+    """The turn as the first of a branch of its own, named by the turn: no other can have claimed it or its tip."""
+    branch = xxh3_128_hexdigest(f"{lineage.session}/{lineage.branch}/{turn}".encode())
+    return replace(lineage, branch=branch, known=None, keeps_tip=False)
 
 
 def kept_tips(known: Branch | None, tip: Boundary | None, limit: int) -> tuple[Boundary, ...]:
@@ -94,7 +105,7 @@ def _thin(tips: list[Boundary], limit: int) -> list[Boundary]:
     """Drop the tip, beyond the newest, whose neighbours are closest relative to their distance from the newest in
     text.
     """
-    newest = tips[0].text_bytes
+    newest = tips[0].text_bytes if tips else 0
 
     def gap(index: int) -> float:
         before, after = tips[index - 1].text_bytes, tips[index + 1].text_bytes
