@@ -1,0 +1,131 @@
+"""Held leases are renewed together until they are settled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from router.domain.errors import StoreUnavailable
+from router.lifecycle.leases import BATCH, Leases
+from router.store.memory import MemoryStore
+from tests.fakes import FakeClock
+
+BEAT_S = 0.001
+
+
+class Renewals(MemoryStore):
+    """Counts renewals; some leases are gone, and the store may be away."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeClock())
+        self.asked: list[tuple[str, tuple[str, ...]]] = []
+        self.gone: set[str] = set()
+        self.fails = 0
+        self.renewing = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def renew(self, fleet: str, leases: Sequence[str], lease_ttl_s: float) -> Sequence[str]:
+        assert lease_ttl_s == 10.0
+        self.asked.append((fleet, tuple(leases)))
+        self.renewing.set()
+        await self.may_answer.wait()
+        if self.fails:
+            self.fails -= 1
+            raise StoreUnavailable("away")
+        return [lease for lease in leases if lease in self.gone]
+
+    async def renewed(self) -> None:
+        """Wait for the next renewal."""
+        self.renewing.clear()
+        await self.renewing.wait()
+
+
+@pytest.fixture
+def store() -> Renewals:
+    return Renewals()
+
+
+@pytest.fixture
+def leases(store: Renewals) -> Leases:
+    return Leases(store, ttl_s=10.0, renew_s=BEAT_S)
+
+
+async def test_what_is_held_is_renewed_and_what_is_settled_is_not(store: Renewals, leases: Leases) -> None:
+    leases.add("f", "a")
+    leases.add("f", "b")
+    leases.discard("f", "a")
+    leases.discard("f", "never held")
+    leases.discard("never seen", "x")
+    assert leases.count == 1
+    async with running(leases):
+        await store.renewed()
+    assert store.asked[0] == ("f", ("b",))
+
+
+async def test_many_are_renewed_in_batches(store: Renewals, leases: Leases) -> None:
+    names = {f"l{number}" for number in range(BATCH + 1)}
+    for name in names:
+        leases.add("f", name)
+    async with running(leases):
+        await store.renewed()
+        await store.renewed()
+    (_, first), (_, second) = store.asked[:2]
+    assert (len(first), len(second)) == (BATCH, 1)
+    assert {*first, *second} == names
+
+
+async def test_a_fleets_first_turn_may_come_while_another_fleets_are_renewed(store: Renewals, leases: Leases) -> None:
+    leases.add("f", "a")
+    store.may_answer.clear()
+    async with running(leases):
+        await store.renewed()
+        leases.add("g", "b")
+        store.may_answer.set()
+        while ("g", ("b",)) not in store.asked:
+            await store.renewed()
+
+
+async def test_a_store_that_is_away_is_asked_again(store: Renewals, leases: Leases) -> None:
+    leases.add("f", "a")
+    store.fails = 2
+    async with running(leases):
+        for _ in range(4):
+            await store.renewed()
+    assert len(store.asked) >= 4
+
+
+async def test_only_what_is_still_held_counts_as_lost(
+    store: Renewals, leases: Leases, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A lease that was settled while its renewal was under way is gone as it should be."""
+    leases.add("f", "a")
+    leases.add("f", "b")
+    store.gone = {"a", "b"}
+    store.may_answer.clear()
+    with caplog.at_level(logging.WARNING):
+        async with running(leases):
+            await store.renewed()
+            leases.discard("f", "a")
+            store.may_answer.set()
+            await store.renewed()
+    assert "1 leases of fleet f had expired" in caplog.text
+    assert "2 leases" not in caplog.text
+
+
+class running:  # noqa: N801 (reads as a word)
+    """The loop, for as long as the block."""
+
+    def __init__(self, leases: Leases) -> None:
+        self._leases = leases
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._leases.run())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        assert self._task.cancelled()
