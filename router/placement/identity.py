@@ -78,7 +78,7 @@ class Identity:
         return Facts(
             dialect=dialect,
             model=model,
-            stream=fields.stream == b"true",
+            stream=bytes(fields.stream) == b"true",
             tenant=tenant,
             session=session,
             session_source=source,
@@ -86,7 +86,7 @@ class Identity:
             head=max(0, head - max(0, len(chain) - BOUNDARIES_MAX)),
             max_output_tokens=_output_limit(dialect, fields),
             refers_to=_string(fields.previous_response_id) if dialect is Dialect.RESPONSES else None,
-            stores_response=dialect is Dialect.RESPONSES and fields.store != b"false",
+            stores_response=dialect is Dialect.RESPONSES and bytes(fields.store) != b"false",
         )
 
     def _read(self, dialect: Dialect, body: bytes) -> Any:

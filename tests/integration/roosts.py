@@ -20,6 +20,7 @@ from router.main import Listeners, bind, serve
 from router.settings import Fleet, Placement, Settings, Store, Timeouts
 from router.settings.model import Group
 from tests.integration.conversations import Conversation
+from tests.integration.relay_rig import Client
 from tests.integration.replicas import PATHS, PATIENCE_S, Replica
 
 PROBE_INTERVAL_S = 0.1
@@ -62,7 +63,7 @@ class Roost:
     async def request(
         self, method: str, target: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Answer:
-        """One request; the target goes out as it is. A body that breaks off leaves `complete` False."""
+        """One request; the target goes out as it is. A body that breaks off leaves `complete` False, and may lose its end."""
         url = URL(f"http://127.0.0.1:{self.port}{target}", encoded=True)
         received = bytearray()
         given = {"content-type": "application/octet-stream", **(headers or {})} if body is not None else headers
@@ -75,6 +76,15 @@ class Roost:
                 complete = False
             told = {name.lower(): value for name, value in response.headers.items()}
             return Answer(response.status, told, bytes(received), complete)
+
+    async def watch(self, conversation: Conversation) -> Answer:
+        """The conversation's next turn on a connection of its own, seen to the last byte before it breaks off."""
+        headers = "".join(f"{name}: {value}\r\n" for name, value in conversation.headers.items())
+        async with Client.to(self.port) as client:
+            await client.post(conversation.body(), headers=headers, path=PATHS[conversation.dialect])
+            seen = await client.answer()
+        told = {name.decode(): value.decode("latin-1") for name, value in seen.headers.items()}
+        return Answer(seen.status, told, seen.body, seen.complete)
 
     async def turn(self, conversation: Conversation) -> Answer:
         """The conversation's next turn, which must succeed."""
