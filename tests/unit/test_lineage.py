@@ -1,0 +1,207 @@
+"""Which branch a turn continues or forks from, by which boundaries later turns find it, and its size in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.domain.session import Boundary, Branch, Session
+from router.domain.shared import View
+from router.domain.turn import Facts
+from router.placement.cost import Tuning, rates_of
+from router.placement.decide import turn_of
+from router.placement.lineage import NEWEST_TIPS, Lineage, apart, ask_for, kept_tips, trace
+from tests.fakes import prompt, unread
+from tests.fleet_world import fleet, replica
+
+FEW = settings(max_examples=200, deadline=None)
+SYSTEM = 1
+"""Boundaries of the system prompt at the beginning of every chain here."""
+
+
+def view(branch: Branch | None = None, depth: int | None = None, head: Branch | None = None) -> View:
+    return View(0.0, 0, {}, {}, {}, branch=branch, depth=depth, head_branch=head, session=Session("s"))
+
+
+def branch_of(facts: Facts, **changes: object) -> Branch:
+    """The branch as it is after a turn with those facts."""
+    came = trace(facts, view(), "t")
+    plain = Branch(came.branch, came.session, version=1, turns=1, tips=(facts.chain[-1],))
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+FIRST = prompt("one")
+NEXT = prompt("one", "reply", "two")
+LATER = prompt("one", "reply", "two", "reply", "three")
+
+
+# --- continuation, fork, new ------------------------------------------------------------------------------------------
+
+
+def test_nothing_known_is_a_new_branch_that_every_router_names_alike() -> None:
+    one, two = trace(FIRST, view(), "turn 1"), trace(FIRST, view(), "turn 2")
+    assert one == two
+    assert (one.known, one.parent, one.shared_bytes, one.fork) == (None, None, 0, True)
+    assert one.session == FIRST.session
+    assert trace(NEXT, view(), "turn 1").branch != one.branch
+    assert trace(prompt("one", session="t"), view(), "turn 1").branch != one.branch
+
+
+def test_a_keyless_conversation_is_a_session_of_its_own() -> None:
+    one, two = (trace(prompt(text, session=None), view(), "t") for text in ("one", "two"))
+    assert one.session != two.session
+    assert one.session == trace(prompt("one", session=None), view(), "u").session
+
+
+def test_a_turn_continues_an_idle_branch_from_any_boundary() -> None:
+    known = branch_of(NEXT, tips=(NEXT.chain[-1], FIRST.chain[-1]))
+    came = trace(LATER, view(known, depth=2), "t")
+    assert (came.branch, came.known, came.parent, came.fork) == (known.id, known, known, False)
+    assert came.shared_bytes == NEXT.chain[-1].text_bytes
+    rewound = prompt("one", "another reply", "another two")
+    came = trace(rewound, view(known, depth=2), "t")
+    assert came.known == known
+    assert came.shared_bytes == FIRST.chain[-1].text_bytes
+
+
+def test_a_busy_branch_is_continued_from_its_tip_and_forked_from_further_back() -> None:
+    busy = branch_of(NEXT, tips=(NEXT.chain[-1], FIRST.chain[-1]), in_flight=1)
+    assert trace(LATER, view(busy, depth=2), "t").known == busy
+    fork = trace(prompt("one", "another reply", "another two"), view(busy, depth=2), "t")
+    assert (fork.known, fork.parent, fork.fork) == (None, busy, True)
+    assert fork.shared_bytes == FIRST.chain[-1].text_bytes
+    assert fork.branch != busy.id
+    assert fork.session == busy.session
+
+
+def test_a_prompt_sent_again_continues_its_branch_though_that_is_busy() -> None:
+    busy = branch_of(FIRST, tips=(NEXT.chain[-1], FIRST.chain[-1]), in_flight=1)
+    assert trace(FIRST, view(busy, depth=0), "t").known == busy
+
+
+def test_a_boundary_of_another_session_is_forked() -> None:
+    other = branch_of(prompt("one", session="other"), tips=(FIRST.chain[-1],))
+    fork = trace(NEXT, view(other, depth=2), "t")
+    assert (fork.known, fork.parent, fork.session) == (None, other, NEXT.session)
+    assert fork.keeps_tip
+
+
+def test_where_another_session_has_this_very_prompt_the_fork_keeps_apart() -> None:
+    """The boundary is the other's; whatever this turn is called, its branch cannot exist yet."""
+    other = branch_of(prompt("one", session="other"), tips=(FIRST.chain[-1],))
+    one, two = trace(FIRST, view(other, depth=0), "turn 1"), trace(FIRST, view(other, depth=0), "turn 2")
+    assert not one.keeps_tip
+    assert one.tip == FIRST.chain[-1]  # it still tells the prompt's size
+    assert len({one.branch, two.branch, other.id, branch_of(FIRST).id}) == 4
+
+
+def test_a_keyless_turn_takes_whatever_branch_its_prompt_leads_to() -> None:
+    known = branch_of(prompt("one", session="named"), tips=(FIRST.chain[-1],))
+    came = trace(prompt("one", "reply", "two", session=None), view(known, depth=2), "t")
+    assert (came.known, came.session) == (known, known.session)
+
+
+def test_a_compacted_history_shares_its_sessions_head() -> None:
+    old = branch_of(FIRST)
+    came = trace(prompt("summary of it all"), view(head=old), "t")
+    assert (came.known, came.parent) == (None, old)
+    assert came.shared_bytes == FIRST.chain[SYSTEM - 1].text_bytes
+
+
+def test_prompts_that_were_not_read_are_branches_named_by_their_turn() -> None:
+    one, two = trace(unread(), view(), "turn 1"), trace(unread(), view(), "turn 2")
+    assert one.branch != two.branch
+    assert one.session == two.session == unread().session
+    assert one.tip is None
+    assert kept_tips(None, None, 16) == ()
+
+
+def test_apart_is_a_new_branch_with_the_same_parent() -> None:
+    known = branch_of(FIRST)
+    came = apart(trace(NEXT, view(known, depth=2), "t"), "t")
+    assert (came.known, came.parent, came.fork, came.keeps_tip) == (None, known, True, False)
+    assert came.branch != known.id
+    assert came.shared_bytes == FIRST.chain[-1].text_bytes
+
+
+def test_the_store_is_asked_from_the_end_of_the_prompt_backwards() -> None:
+    ask = ask_for(LATER)
+    assert ask.boundaries == tuple(boundary.hash for boundary in reversed(LATER.chain))
+    assert ask.head == LATER.chain[SYSTEM - 1].hash
+    assert ask.session == LATER.session
+    assert ask_for(unread()).boundaries == ()
+    assert ask_for(unread()).head is None
+
+
+# --- the turn in tokens -----------------------------------------------------------------------------------------------
+
+
+def size(facts: Facts, came: Lineage) -> tuple[int, int]:
+    turn = turn_of("t", facts, came, rates_of(fleet(replica(0))), Tuning(), 0)
+    return turn.prompt_tokens, turn.shared_tokens
+
+
+def test_only_what_was_added_to_a_counted_prompt_is_estimated() -> None:
+    """0.25 tokens a byte is the prior; the branch's own prompt had far more."""
+    tip = NEXT.chain[-1]
+    known = branch_of(NEXT, tokens=5_000, text_bytes=tip.text_bytes)
+    added = LATER.chain[-1].text_bytes - tip.text_bytes
+    assert size(LATER, trace(LATER, view(known, depth=2), "t")) == (5_000 + int(added * 0.25), 5_000)
+
+
+def test_a_branch_that_was_rewound_is_not_taken_for_short() -> None:
+    """Its newest prompt was its first again; the turn continues from further on, which is estimated."""
+    met, first = NEXT.chain[-1], FIRST.chain[-1]
+    known = branch_of(FIRST, tokens=900, text_bytes=first.text_bytes, tips=(first, met))
+    _, shared = size(LATER, trace(LATER, view(known, depth=2), "t"))
+    assert shared == 900 + int((met.text_bytes - first.text_bytes) * 0.25)
+
+
+def test_a_rewind_shares_less_than_the_branch_had() -> None:
+    first = FIRST.chain[-1]
+    known = branch_of(LATER, tokens=9_000, text_bytes=LATER.chain[-1].text_bytes, tips=(LATER.chain[-1], first))
+    again = prompt("one", "another reply", "another two")
+    _, shared = size(again, trace(again, view(known, depth=2), "t"))
+    assert shared == int(first.text_bytes * 0.25)
+
+
+# --- the boundaries a branch keeps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 16])
+@FEW
+@given(growth=st.lists(st.integers(1, 50_000), min_size=1, max_size=60))
+def test_kept_tips_are_few_newest_first_and_distinct(limit: int, growth: list[int]) -> None:
+    """A conversation of any length: the newest tip leads, order is kept, nothing is there twice."""
+    branch = Branch("b", "s")
+    total = 0
+    for number, grown in enumerate(growth):
+        total += grown
+        tip = Boundary(f"{number:032x}", total)
+        tips = kept_tips(branch, tip, limit)
+        assert tips[0] == tip
+        assert len(tips) <= limit
+        order = [each.text_bytes for each in tips]
+        assert order == sorted(order, reverse=True)
+        assert len({each.hash for each in tips}) == len(tips)
+        assert set(tips[1:]) <= set(branch.tips)
+        if limit > NEWEST_TIPS + 1:
+            assert tips[-1].hash == f"{0:032x}"  # the first prompt of a conversation stays known
+            assert {each.hash for each in tips} >= {f"{n:032x}" for n in range(max(0, number - 3), number + 1)}
+        branch = replace(branch, tips=tips)
+
+
+@FEW
+@given(at=st.integers(0, 9))
+def test_a_tip_that_comes_again_moves_to_the_front(at: int) -> None:
+    tips = tuple(Boundary(f"{number:032x}", 100 * number) for number in range(10, 0, -1))
+    kept = kept_tips(Branch("b", "s", tips=tips), tips[at], 16)
+    assert kept == (tips[at], *tips[:at], *tips[at + 1 :])
+
+
+def test_without_a_tip_a_branch_keeps_what_it_has() -> None:
+    tips = (Boundary("a" * 32, 9), Boundary("b" * 32, 5))
+    assert kept_tips(Branch("b", "s", tips=tips), None, 16) == tips
