@@ -63,7 +63,7 @@ class Roost:
     async def request(
         self, method: str, target: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Answer:
-        """One request; the target goes out as it is. A body that breaks off leaves `complete` False, and may lose its end."""
+        """One request, its target as it is. A body that breaks off leaves `complete` False (and may lose its end)."""
         url = URL(f"http://127.0.0.1:{self.port}{target}", encoded=True)
         received = bytearray()
         given = {"content-type": "application/octet-stream", **(headers or {})} if body is not None else headers
