@@ -55,7 +55,8 @@ class Passages:
             holds = holder is not None and holder.replica == member.id
             self._under_way[member.id] += 1
             try:
-                retry = len(tried) < self._retries and not holds  # the others would say there is no such response
+                # A response's holder alone has it: the others would say there is no such response.
+                retry = len(tried) < self._retries and not holds and len(self._candidates(fleet, tried)) > 1
                 exchange = await self._send(fleet, member, forward, retry=retry)
                 if exchange is None:
                     tried.add(member.id)
@@ -90,16 +91,19 @@ class Passages:
                 each.abort()
 
     def _choose(self, fleet: FleetRuntime, tried: set[str], holder: Binding | None) -> Member:
-        members = [
-            member
-            for member in fleet.members
-            if fleet.healthy(member.id) and member.id not in tried and member.standing is not Standing.DRAINING
-        ]
+        members = self._candidates(fleet, tried)
         if holder is not None:
             members = [member for member in fleet.members if member.id == holder.replica] or members
         if not members:
             raise NotPlaced(f"no replica of fleet {fleet.name} is ready")
         return min(members, key=lambda member: self._under_way[member.id])
+
+    def _candidates(self, fleet: FleetRuntime, tried: set[str]) -> list[Member]:
+        return [
+            member
+            for member in fleet.members
+            if fleet.healthy(member.id) and member.id not in tried and member.standing is not Standing.DRAINING
+        ]
 
     async def _send(
         self, fleet: FleetRuntime, member: Member, forward: ForwardRequest, *, retry: bool

@@ -37,7 +37,7 @@ from router.domain.errors import (
 )
 from router.domain.outcome import End, Outcome
 from router.domain.replica import Beliefs, Fleet
-from router.domain.session import Binding, Session
+from router.domain.session import Binding
 from router.domain.shared import Acquired, Claim, Settlement, View
 from router.domain.turn import Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
@@ -46,7 +46,7 @@ from router.lifecycle.recent import Recent, Record
 from router.placement.cost import Rates, Tuning, branch_weight, rates_of
 from router.placement.decide import decide, turn_of
 from router.placement.learn import learn
-from router.placement.lineage import Lineage, apart, ask_for, kept_tips, trace
+from router.placement.lineage import Lineage, apart, ask_for, heads_of, kept_tips, trace
 from router.ports import BodyReader, Clock, Downstream, Exchange, ForwardRequest, ResponseHead, Store, Upstream
 from router.telemetry.events import Observer, TurnFinished, TurnStarted
 
@@ -259,7 +259,7 @@ class Turns:
             snapshot,
             fleet.spec.policy,
             self._tuning,
-            session_home=_session_home(view.session, lineage, snapshot),
+            session_home=_session_home(facts, view, lineage, snapshot),
             only=view.response_replica,
             tried=attempts.tried,
         )
@@ -321,8 +321,8 @@ class Turns:
         observed = chosen.load.in_flight if checked and chosen is not None else None
         waiting = placed.prefill_tokens if placed.prefill_tokens >= WAITING_TOKENS_MIN else 0
         tip = lineage.tip if lineage.keeps_tip else None
-        session = view.session
-        sticky = record.policy == "session_sticky" and _session_home(session, lineage, held.snapshot) is None
+        homeless = _session_home(facts, view, lineage, held.snapshot) is None
+        sticky = record.policy == "session_sticky" and facts.session is not None and homeless
         return Claim(
             lease=held.lease,
             replica=placed.replica,
@@ -341,6 +341,7 @@ class Turns:
             observed_in_flight=observed,
             slack=slack or 0,
             head=ask_for(facts).head,
+            heads_of=heads_of(facts),
             session_home=placed.binding if sticky else None,
             branch_ttl_s=self._limits.branch_ttl_s,
             lease_ttl_s=self._leases.ttl_s,
@@ -539,9 +540,9 @@ class Turns:
             log.debug("not settled in the store, its lease will expire: %s", error)
 
 
-def _session_home(session: Session | None, lineage: Lineage, snapshot: Fleet) -> Binding | None:
+def _session_home(facts: Facts, view: View, lineage: Lineage, snapshot: Fleet) -> Binding | None:
     """Where the session is bound, if that life still lives; a keyless session's home is its branch's."""
-    bound = session if session is not None else lineage.known
+    bound = view.session if facts.session is not None else lineage.known
     home = bound.home if bound is not None else None
     if home is None:
         return None

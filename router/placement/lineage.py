@@ -5,7 +5,7 @@ of this prompt (which is sent again); otherwise it is a fork: a new branch that 
 boundary met in another session (of the same tenant: the chain is seeded with it) is a fork too, and where it is the end
 of the prompt it stays the other's: the fork keeps apart. Nothing known: a new branch. A branch that is new to its
 session, but begins with the same tools and system prompt as one of its branches (a compacted history, a subagent of
-the same kind), shares that head.
+the same kind), shares that head; keyless branches of a tenant share heads among them.
 
 A branch's id follows from the end of its first prompt and its session, so that routers which cannot talk agree on it.
 """
@@ -21,7 +21,7 @@ from router.domain.session import Boundary, Branch
 from router.domain.shared import Ask, View
 from router.domain.turn import Facts
 
-__all__ = ["Lineage", "apart", "ask_for", "kept_tips", "trace"]
+__all__ = ["Lineage", "apart", "ask_for", "heads_of", "kept_tips", "trace"]
 
 NEWEST_TIPS: Final = 4
 """Tips kept without gaps; older ones thin out."""
@@ -50,11 +50,19 @@ class Lineage:
         return self.known is None
 
 
+def heads_of(facts: Facts) -> str:
+    """The session whose record remembers the heads of this turn's branch: its own, or for keyless clients one per tenant,
+    so that a history which a keyless client compacted or edited still finds the replica that holds its tools and system
+    prompt.
+    """
+    return facts.session or f"keyless/{facts.tenant}"
+
+
 def ask_for(facts: Facts) -> Ask:
     """What to ask the store about a turn."""
     chain = facts.chain
     return Ask(
-        session=facts.session,
+        session=heads_of(facts),
         boundaries=tuple(boundary.hash for boundary in reversed(chain)),
         head=chain[facts.head - 1].hash if 0 < facts.head <= len(chain) else None,
         response_id=facts.refers_to,
