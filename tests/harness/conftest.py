@@ -20,6 +20,7 @@ _JSON = os.environ.get("ROOST_HARNESS_JSON", "")
 _COMPACTION = {"MOCK_BIGUSAGE": "2"}
 # By main request: two are refused with Retry-After, a turn works, then three break one after the other.
 _FAULTS = {"MOCK_FAIL": "1:429,2:503,4:reset,5:reset0,6:eof", "MOCK_NOSUB": "1", "MOCK_DELAY": "0.2"}
+_OWN_IDS = {"identity": {"session_headers": ["x-claude-code-session-id", "x-session-id", "session-id"]}}
 _NO_RETRIES = {"limits": {"retries": 0}}
 
 
@@ -38,6 +39,18 @@ class Runs:
     def compacted(self, name: str) -> Run:
         """The recipe through the router, with a context that fills up on the way."""
         return self._once("compacted", name, lambda harness, out: (self.rig.run(harness, out, knobs=_COMPACTION),))[0]
+
+    def unnamed(self, name: str) -> Run:
+        """The recipe through a router that does not look at the header which the recipes configure.
+
+        Qwen Code's only up to the resume: that one rewrites its first message and sends no id, so it is another prompt.
+        """
+        cut = name == "qwen"
+
+        def one(harness: Harness, out: Path) -> tuple[Run]:
+            return (self.rig.run(harness, out, settings=_OWN_IDS, until_resume=cut),)
+
+        return self._once("unnamed", name, one)[0]
 
     def faulty(self, name: str) -> tuple[Run, Run]:
         """The recipe's first part without and with the router, at the same time, before mocks that fail."""
@@ -97,8 +110,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if runs is None:
         return
     found = report.figures(
-        {name: each for name, (each,) in runs.made("whole")},
-        {name: each for name, (each,) in runs.made("compacted")},
+        {kind: {name: each for name, (each,) in runs.made(kind)} for kind in ("whole", "unnamed", "compacted")},
         {name: (each[0], each[1]) for name, each in runs.made("faulty")},
     )
     for line in report.table(found):

@@ -47,16 +47,15 @@ class RetryFigures:
 class Figures:
     """Everything that was run."""
 
-    whole: list[HarnessFigures]
-    compacted: list[HarnessFigures]
+    through: dict[str, list[HarnessFigures]]
+    """By kind of run."""
     retries: list[RetryFigures]
 
 
-def figures(whole: Mapping[str, Run], compacted: Mapping[str, Run], faulty: Mapping[str, tuple[Run, Run]]) -> Figures:
+def figures(through: Mapping[str, Mapping[str, Run]], faulty: Mapping[str, tuple[Run, Run]]) -> Figures:
     """The figures of these runs, by harness."""
     return Figures(
-        whole=[_of(name, run) for name, run in whole.items()],
-        compacted=[_of(name, run) for name, run in compacted.items()],
+        through={kind: [_of(name, run) for name, run in runs.items()] for kind, runs in through.items()},
         retries=[
             RetryFigures(harness=name, direct=_attempts(direct), through=_attempts(through))
             for name, (direct, through) in faulty.items()
@@ -101,7 +100,7 @@ def table(found: Figures) -> Iterator[str]:
         "early_closes",
         "wall_s",
     )
-    for title, rows in (("whole recipe", found.whole), ("with compaction", found.compacted)):
+    for title, rows in found.through.items():
         if rows:
             yield f"{title:16}" + "".join(f"{name:>15}" for name in names)
             for row in rows:

@@ -116,12 +116,12 @@ class Run:
     """One run of one harness and everything recorded of it."""
 
     harness: Harness
-    result: Result
-    turns: tuple[MockTurn, ...]
+    result: Result = field(repr=False)
+    turns: tuple[MockTurn, ...] = field(repr=False)
     """In the order in which the mocks saw them; empty for a run without a router."""
-    printed: str
+    printed: str = field(repr=False)
     """The recipe's own output."""
-    router_log: str
+    router_log: str = field(repr=False)
 
     @property
     def front(self) -> list[Exchange]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from tests.harness.rig import MockTurn
 from tests.harness.wire import Body, End, Exchange
@@ -43,16 +43,22 @@ class Labelled:
 def labelled(harness: str, turns: Sequence[MockTurn]) -> list[Labelled]:
     """The branch of each turn."""
     systems: dict[str, str] = {}
+    lengths: dict[str, int] = {}
+    compactions: Counter[str] = Counter()
     found = []
     for turn in turns:
         branch, kind = _own_word(harness, turn)
-        if kind == "main":
-            # Qwen Code's memory extraction looks like a main turn and has another system prompt.
-            first = systems.setdefault(branch, _system(turn))
-            if harness == "qwen" and first != _system(turn):
-                branch, kind = "memory", "side"
         if not turn.body.get("tools"):
             branch, kind = f"{branch}/side", "side"
+        elif harness == "qwen" and kind == "main" and systems.setdefault(branch, _system(turn)) != _system(turn):
+            # The memory extraction: a main turn by its messages, with another system prompt.
+            branch, kind = "memory", "side"
+        elif kind == "main":
+            # A conversation that shrinks was compacted: what goes on is another prompt, so another branch.
+            length = len(_messages(turn))
+            compactions[branch] += length < lengths.get(branch, 0)
+            lengths[branch] = length
+            branch += "'" * compactions[branch]
         found.append(Labelled(branch, kind, turn.mock, turn.exchange.started_s, turn.exchange.ended_s))
     return found
 
@@ -71,9 +77,13 @@ def _own_word(harness: str, turn: MockTurn) -> tuple[str, Kind]:
     return "main", "main"
 
 
+def _messages(turn: MockTurn) -> list[Any]:
+    messages: list[Any] = turn.body.get("messages") or turn.body.get("input") or []
+    return messages
+
+
 def _system(turn: MockTurn) -> str:
-    messages = turn.body.get("messages") or [None]
-    return json.dumps(messages[0])
+    return json.dumps(_messages(turn)[:1])
 
 
 def moves(turns: Iterable[Labelled]) -> dict[str, list[str]]:

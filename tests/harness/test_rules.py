@@ -71,6 +71,17 @@ def test_branches_follow_content_where_there_are_no_ids() -> None:
     assert kinds == [("main", "main"), ("subA", "sub"), ("main", "main"), ("memory", "side")]
 
 
+def test_a_conversation_that_shrinks_goes_on_as_another_branch() -> None:
+    long, short = turn({}), turn({})
+    long.body["messages"] = [{"content": "s"}] * 5
+    assert [t.branch for t in rules.labelled("kimicode", [short, long, short, long])] == [
+        "main",
+        "main",
+        "main'",
+        "main'",
+    ]
+
+
 def test_a_branch_on_two_mocks_is_found() -> None:
     one, other = Labelled("main", "main", "mock1", 0, 1), Labelled("main", "main", "mock2", 2, 3)
     assert rules.moves([one, other]) == {"main": ["mock1", "mock2"]}
