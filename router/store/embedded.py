@@ -9,17 +9,14 @@ process. Elsewhere only `close` ends it.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import importlib.util
 import os
 import platform
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +24,10 @@ from types import TracebackType
 from typing import Final, Self
 
 from router.domain.errors import StoreUnavailable
+from router.folder import PrivateFolder
 
 __all__ = ["EmbeddedValkey", "find_binary"]
 
-_DIRECTORY_PREFIX: Final = "roost-store-"
 _START_TIMEOUT_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 5.0
 _SOCKET_PATH_MAX_BYTES: Final = 103  # sun_path has 104 bytes on macOS, 108 on Linux, one for the closing NUL
@@ -59,9 +56,8 @@ class EmbeddedValkey:
 
     def __init__(self, binary: Path | None = None) -> None:
         binary = find_binary() if binary is None else binary
-        _sweep_stale()
-        self._directory, self._lock = _private_directory()
-        path = self._directory / "s"
+        self._folder = PrivateFolder("store")
+        path = self._folder.path / "s"
         self.url: Final = f"unix://{path}"
         """What `RedisStore` connects to."""
         try:
@@ -73,7 +69,7 @@ class EmbeddedValkey:
                 _stop(self._process)
                 raise
         except BaseException:
-            self._discard()
+            self._folder.close()
             raise
 
     @property
@@ -87,15 +83,9 @@ class EmbeddedValkey:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Stop the server and remove its directory. Idempotent."""
+        """Stop the server and remove its folder. Idempotent."""
         _stop(self._process)
-        self._discard()
-
-    def _discard(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._folder.close()
 
     def __enter__(self) -> Self:
         return self
@@ -106,36 +96,9 @@ class EmbeddedValkey:
         self.close()
 
 
-def _private_directory() -> tuple[Path, int]:
-    """A new directory with mode 0700, and a descriptor that holds its lock: held means in use."""
-    directory = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
-    lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    (directory / "new").rename(directory / "lock")  # only now may others look whether it is held
-    return directory, lock
-
-
 def _check_length(path: Path) -> None:
     if len(os.fsencode(path)) > _SOCKET_PATH_MAX_BYTES:
         raise StoreUnavailable(f"the path {path} is too long for a unix socket: set TMPDIR to a shorter one")
-
-
-def _sweep_stale() -> None:
-    """Remove directories that killed processes left behind: ours, and with a lock that nobody holds."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*"):
-        try:
-            if directory.is_symlink() or directory.stat().st_uid != os.getuid():
-                continue
-            lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(lock)
 
 
 def _spawn(binary: Path, path: Path) -> subprocess.Popen[bytes]:

@@ -24,18 +24,17 @@ import asyncio
 import contextlib
 import signal
 import sys
-from pathlib import Path
 
 from aiohttp import web
 
 from router.domain.errors import RoostError
+from router.folder import PrivateFolder
 from router.main import EXIT_FAILED, EXIT_OK, Listeners, announcer, bound
 from router.main import run as run_alone
 from router.settings import Settings
 from router.store.embedded import EmbeddedValkey
 from router.supervisor.admin import WorkersAdmin
 from router.supervisor.crew import Crew
-from router.supervisor.folder import private_folder
 from router.telemetry.logs import configure
 
 __all__ = ["run"]
@@ -50,16 +49,16 @@ def run(settings: Settings) -> int:
         with contextlib.ExitStack() as stack:
             public = stack.enter_context(bound("listen", settings.listen.host, settings.listen.port))
             admin = stack.enter_context(bound("admin", settings.admin.host, settings.admin.port))
-            folder, lock = stack.enter_context(private_folder())
+            folder = stack.enter_context(PrivateFolder("workers"))
             url = stack.enter_context(EmbeddedValkey()).url if settings.store.kind == "embedded" else None
-            asyncio.run(_supervise(settings, Listeners(public, admin), folder, lock, url))
+            asyncio.run(_supervise(settings, Listeners(public, admin), folder, url))
     except (RoostError, OSError, RuntimeError) as error:
         sys.stderr.write(f"roost: {error}\n")
         return EXIT_FAILED
     return EXIT_OK
 
 
-async def _supervise(settings: Settings, listeners: Listeners, folder: Path, lock: int, store_url: str | None) -> None:
+async def _supervise(settings: Settings, listeners: Listeners, folder: PrivateFolder, store_url: str | None) -> None:
     stop, kill = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -68,7 +67,7 @@ async def _supervise(settings: Settings, listeners: Listeners, folder: Path, loc
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupted)
-    crew = Crew(settings, listeners.public, folder, lock, store_url)
+    crew = Crew(settings, listeners.public, folder.path, folder.lock, store_url)
     runner = web.AppRunner(WorkersAdmin(crew).app(), access_log=None, shutdown_timeout=0)
     await runner.setup()
     try:

@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from router.folder import PrivateFolder
 from router.store.embedded import EmbeddedValkey
 from router.supervisor.admin import WorkersAdmin
 from router.supervisor.crew import Crew
-from router.supervisor.folder import private_folder
 from tests.integration.conversations import Conversation
 from tests.integration.replicas import Gate, Visit, events, replicas
 from tests.integration.supervised import (
@@ -263,14 +263,14 @@ async def test_nothing_outlives_a_killed_supervisor(folder: Path, monkeypatch: p
             await asyncio.gather(*(gone(pid) for pid in stores))
             await roost.refusing()
             (left,) = roost.folder.glob("roost-workers-*")
-            with private_folder():
+            with PrivateFolder("workers"):
                 assert left.exists()  # still in use
             script.go_on.set()
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
         await asyncio.gather(*(gone(pid) for pid in workers))
         await roost.log.end()
         assert left.exists()
-        with private_folder():
+        with PrivateFolder("workers"):
             assert not left.exists()
 
 
