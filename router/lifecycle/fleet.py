@@ -105,23 +105,33 @@ class FleetRuntime:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     async def enrol(self) -> None:
-        """Put the configured replicas into the shared membership, and take out those that configuration no longer
-        names.
+        """Put the known members (at first the configured ones) into the shared membership where it lacks them, and take
+        out those that configuration no longer names.
         """
-        urls = {replica_id(url): url for url in self.spec.replicas}
-        present = await self._store.members(self.name)
-        for member in present.members:
-            if member.source == "config" and member.id not in urls:
+        configured = {replica_id(url) for url in self.spec.replicas}
+        for member in (await self._store.members(self.name)).members:
+            if member.source == "config" and member.id not in configured:
                 await self._store.remove_member(self.name, member.id)
-        for member_id, url in urls.items():
-            await self._store.put_member(self.name, Member(member_id, url, "config"), only_if_absent=True)
+        for member in self._membership.members:
+            await self._store.put_member(self.name, member, only_if_absent=True)
         self._enrolled = True
-        await self.refresh()
+        self._take(await self._store.members(self.name))
 
     async def refresh(self) -> None:
-        """Read the shared membership again and probe whoever is new."""
-        self._membership = await self._store.members(self.name)
-        self._read_reports(self._membership.reports)
+        """Read the shared membership again and probe whoever is new.
+
+        A store that does not know the members yet, or has lost them (its version went back: it was restarted empty, or
+        flushed), is told them first.
+        """
+        found = await self._store.members(self.name)
+        if not self._enrolled or found.version < self._membership.version:
+            await self.enrol()
+        else:
+            self._take(found)
+
+    def _take(self, membership: Membership) -> None:
+        self._membership = membership
+        self._read_reports(membership.reports)
         present = {member.id for member in self.members}
         for gone in [name for name, health in self._health.items() if name not in present and not health.bad_report]:
             self._health.pop(gone)
@@ -172,7 +182,7 @@ class FleetRuntime:
         try:
             while True:
                 try:
-                    await (self.refresh() if self._enrolled else self.enrol())
+                    await self.refresh()
                     self._last_view = await self._store.fetch(self.name, Ask(session=None))
                 except StoreError as error:
                     self._last_view = None

@@ -141,6 +141,9 @@ class Roost:
         """Until these replicas are healthy and their lives are known here."""
         wanted = {each.id for each in given}
 
+        if not wanted:
+            return
+
         async def all_known() -> bool:
             told = await self.replicas()
             return all(each in told and told[each]["healthy"] and told[each]["incarnation"] for each in wanted)

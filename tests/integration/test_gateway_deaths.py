@@ -167,3 +167,14 @@ async def test_the_engines_own_error_event_passes_as_it_is_and_counts_as_an_erro
         assert answer.body == said + b"data: [DONE]\n\n"
         await roost.idle()
         assert (await roost.decisions())[0]["came_true"]["end"] == "upstream_error"
+
+
+async def test_a_stored_response_whose_holder_is_away_is_a_502_and_asked_of_nobody_else() -> None:
+    async with replicas(2) as fleet, running(settings_for(fleet), fleet) as roost:
+        answer = await roost.turn(Conversation("kept", Dialect.RESPONSES))
+        await roost.idle()
+        holder, other = sorted(fleet, key=lambda replica: replica.id != answer.replica)
+        await holder.stop()
+        got = await roost.request("GET", f"/v1/responses/resp_{holder.port}_0")
+        assert (got.status, got.headers["x-roost-error"]) == (502, "upstream_unreachable")
+        assert other.seen == []
