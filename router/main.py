@@ -32,8 +32,9 @@ from router.lifecycle.fleet import FleetRuntime, FleetSpec
 from router.lifecycle.fleets import Fleets
 from router.lifecycle.leases import Leases
 from router.lifecycle.passage import Passages
+from router.lifecycle.placing import Limits
 from router.lifecycle.recent import Recent
-from router.lifecycle.turn import Limits, Turns
+from router.lifecycle.turn import Turns
 from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules
 from router.ports import Clock, ResponseHead, Store

@@ -23,7 +23,8 @@ from router.domain.turn import Dialect, Facts, Turn
 from router.lifecycle.fleet import FleetRuntime, FleetSpec
 from router.lifecycle.leases import Leases
 from router.lifecycle.recent import Recent
-from router.lifecycle.turn import Limits, Turns
+from router.lifecycle.placing import Limits
+from router.lifecycle.turn import Turns
 from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules
 from router.ports import BodyReader, Exchange, ForwardRequest, ResponseHead, Upstream

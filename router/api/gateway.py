@@ -143,8 +143,8 @@ class Gateway:
             read.down.abort()
 
     def _wants_last_words(self, read: _Request) -> bool:
-        """Whether an error event helps this client. Agents retry a stream that merely breaks, and some do worse when told
-        why: Qwen Code ends its run, Claude Code goes on without streaming (both run against 0.24.4 and 2.1.332).
+        """Whether an error event helps this client. Agents retry a stream that merely breaks, and some do worse when
+        told why: Qwen Code ends its run, Claude Code goes on without streaming (both run against 0.24.4 and 2.1.332).
         """
         return not read.headers.get(b"user-agent", b"").lower().startswith(self._limits.bare_abort_agents)
 

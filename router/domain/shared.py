@@ -79,7 +79,7 @@ class Claim:
     head: str | None = None
     """Head boundary to remember for the session."""
     heads_of: str | None = None
-    """The session whose record remembers head and home; None: `session`. Keyless conversations of a tenant share one."""
+    """The session whose record remembers head and home; None: `session`. A tenant's keyless conversations share one."""
     session_home: Binding | None = None
     """For session policies: bind the session too, if it is unbound or bound to another incarnation than it says."""
     branch_ttl_s: float = 21_600.0

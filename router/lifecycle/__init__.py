@@ -1,9 +1,11 @@
 """The life of a turn: fetch, decide, commit, stream, learn, settle. What was acquired is always settled.
 
-turn     one turn through its life
-fleet    the replicas of one model: membership, what probes saw, the snapshot a decision reads
-fleets   which fleet serves a model
-leases   renewing what is held
-passage  requests that are no turns
-recent   the last decisions, term by term, and what then came true
+turn      one turn through its life
+placing   where it goes: fetch, decide, commit
+settling  what it holds, and how that is given back
+fleet     the replicas of one model: membership, what probes saw, the snapshot a decision reads
+fleets    which fleet serves a model
+leases    renewing what is held
+passage   requests that are no turns
+recent    the last decisions, term by term, and what then came true
 """

@@ -51,7 +51,11 @@ def decide(
     only: Binding | None = None,
     tried: Tried | None = None,
 ) -> Decision:
-    """Place the turn, or refuse it. `only`: the replica that alone holds a stored response the turn names."""
+    """Place the turn, or refuse it.
+
+    `only`: the replica that must take it if it may, since it alone holds a stored response that the turn names, or
+    since nothing is known of the others.
+    """
     tried = tried or {}
     home = lineage.known.home if lineage.known is not None else None
     candidates = eligible(fleet, home, tried)
@@ -59,7 +63,7 @@ def decide(
     if only is not None:
         holders = tuple(replica for replica in candidates if is_home(replica, only))
         if holders:
-            candidates, reason = holders, Reason.STORED
+            candidates, reason = holders, None if only == home else Reason.STORED
     if not candidates:
         return Refused(_why(fleet, tried))
     choice = Choice(

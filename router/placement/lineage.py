@@ -51,9 +51,9 @@ class Lineage:
 
 
 def heads_of(facts: Facts) -> str:
-    """The session whose record remembers the heads of this turn's branch: its own, or for keyless clients one per tenant,
-    so that a history which a keyless client compacted or edited still finds the replica that holds its tools and system
-    prompt.
+    """The session whose record remembers the heads of this turn's branch: its own, or for keyless clients one per
+    tenant, so that a history which a keyless client compacted or edited still finds the replica that holds its tools
+    and system prompt.
     """
     return facts.session or f"keyless/{facts.tenant}"
 

@@ -15,7 +15,7 @@ from router.domain.replica import Standing
 from router.domain.session import Boundary
 from router.domain.shared import Claim, Member, Settlement
 from router.domain.turn import Facts
-from router.lifecycle.turn import Limits
+from router.lifecycle.placing import Limits
 from tests.fakes import FLEET, LIFE, UP, Answer, Stage, prompt, stage, tokens, unread, url_of
 
 LONG = "word " * 4_000
@@ -503,6 +503,24 @@ async def test_without_the_store_every_router_places_alike_and_sticks(session: s
             said += ["answer", "more"]
         assert all(event.blind for event in world.events.finished)
     assert len(placed) == 1
+
+
+async def test_without_the_store_known_branches_stay_where_they_were() -> None:
+    """Placed by cost, which is not where the hash would send them, they stay there while the store is away."""
+    world = await stage(5)
+    homes = {}
+    for number in range(10):
+        await world.serve(prompt(f"task {number}", session=f"s{number}"))
+        homes[number] = world.replica_of()
+    await world.settled()
+    world.store.away = True
+    for number, home in homes.items():
+        for said in (["answer", "more"], ["answer", "more", "again", "more still"]):
+            await world.serve(prompt(f"task {number}", *said, session=f"s{number}"))
+            assert world.replica_of() == home
+            assert world.events.started
+    assert world.events.finished[-1].blind
+    assert world.events.finished[-1].reason is Reason.HOME
 
 
 async def test_without_the_store_conversations_with_one_system_prompt_spread() -> None:

@@ -1,0 +1,273 @@
+"""Where a turn goes: fetch, decide, commit.
+
+Two round trips to the store, `fetch` and `acquire`. Only when the world moved between them (another turn bound the
+branch or took the place) are they repeated, one turn at a time and with growing tolerance; the last time the turn asks
+for a branch of its own, which no rival can take. Without the store turns still flow: known branches stay where this
+router last saw them, others go by rendezvous hash of session or prompt root, alike on every router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from router.domain.decision import Placed, Reason, Refused
+from router.domain.errors import NotPlaced, StoreError
+from router.domain.replica import Fleet
+from router.domain.session import Binding, Boundary, Branch
+from router.domain.shared import Acquired, Claim, View
+from router.domain.turn import Facts, Turn
+from router.lifecycle.fleet import FleetRuntime
+from router.lifecycle.leases import Leases
+from router.lifecycle.recent import Recent, Record
+from router.lifecycle.settling import WAITING_TOKENS_MIN, Held, Settling
+from router.placement.cost import Rates, Tuning, branch_weight, rates_of
+from router.placement.decide import decide, turn_of
+from router.placement.lineage import Lineage, apart, ask_for, heads_of, kept_tips, trace
+from router.ports import Clock, Store
+from router.telemetry.events import Observer, TurnStarted
+
+__all__ = ["Attempts", "Limits", "Placing"]
+
+HOMES_REMEMBERED: Final = 50_000
+"""Prompt ends whose home this process remembers for when the store is away (about 10 MB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How hard a turn tries."""
+
+    attempts: int = 8
+    """Decisions made anew because the world moved; the last heeds neither rivals nor how busy its replica is."""
+    retries: int = 2
+    """Further replicas tried when one fails before its head."""
+    tips_kept: int = 10
+    branch_ttl_s: float = 21_600.0
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What a turn has tried so far."""
+
+    tried: dict[str, Literal["busy", "gone"]] = field(default_factory=dict)
+    count: int = 0
+
+
+class Placing:
+    """Gets turns their places."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        leases: Leases,
+        settling: Settling,
+        recent: Recent,
+        observer: Observer,
+        new_id: Callable[[], str],
+        tuning: Tuning,
+        limits: Limits,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._leases = leases
+        self._settling = settling
+        self._recent = recent
+        self._observer = observer
+        self._new_id = new_id
+        self._tuning = tuning
+        self._limits = limits
+        self._sequence = 0
+        self._again: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By fleet: held while a turn that lost a race is decided anew."""
+        self._homes: dict[str, Binding] = {}
+        """By prompt end, oldest first."""
+
+    async def place(self, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: Attempts, began_s: float) -> Held:
+        """Get the turn a place. Raises NotPlaced."""
+        attempts.count += 1
+        self._sequence += 1
+        sequence = self._sequence
+        for attempt in range(self._limits.attempts):
+            # Losers of a race go on one at a time: deciding anew all at once, they would but race again.
+            async with self._again[fleet.name] if attempt else nullcontext():
+                held = await self._round(fleet, facts, turn_id, attempts, sequence, attempt)
+            if held is not None:
+                return self._committed(held, began_s)
+        raise NotPlaced(f"fleet {fleet.name} kept changing while the turn was placed")
+
+    async def _round(
+        self, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: Attempts, sequence: int, attempt: int
+    ) -> Held | None:
+        """Fetch, decide, claim. None where the world moved in between; a blind place where the store is away."""
+        last = attempt + 1 == self._limits.attempts
+        try:
+            view = await self._store.fetch(fleet.name, ask_for(facts))
+            if view.membership_version != fleet.version:
+                await fleet.refresh()
+            held = self._decide(fleet, facts, view, turn_id, attempts, sequence, last=last)
+            held.record.store_calls = 2 * (attempt + 1)
+            acquired = await self._acquire(held, self._claim(held, view, facts, slack=None if last else attempt // 2))
+        except StoreError:
+            return self._decide_blind(fleet, facts, turn_id, attempts, sequence)
+        return held if acquired else None
+
+    async def _acquire(self, held: Held, claim: Claim) -> bool:
+        """Claim the place."""
+        try:
+            acquired = isinstance(await self._store.acquire(held.fleet.name, claim), Acquired)
+        except (StoreError, asyncio.CancelledError):
+            self._settling.undo(held.fleet.name, claim)
+            raise
+        if acquired:
+            self._leases.add(held.fleet.name, held.lease)
+        return acquired
+
+    def _decide(
+        self,
+        fleet: FleetRuntime,
+        facts: Facts,
+        view: View,
+        turn_id: str,
+        attempts: Attempts,
+        sequence: int,
+        *,
+        last: bool,
+    ) -> Held:
+        snapshot = fleet.snapshot(view)
+        name = f"{turn_id}/{attempts.count}"  # a branch named by its turn is new at each replica it is tried on
+        lineage = trace(facts, view, name)
+        if last:
+            lineage = apart(lineage, name)
+        rates = rates_of(snapshot)
+        turn = turn_of(turn_id, facts, lineage, rates, self._tuning, sequence)
+        decision = decide(
+            turn,
+            lineage,
+            snapshot,
+            fleet.spec.policy,
+            self._tuning,
+            session_home=_session_home(facts, view, lineage, snapshot),
+            only=view.response_replica,
+            tried=attempts.tried,
+        )
+        if isinstance(decision, Refused):
+            raise NotPlaced(decision.why, decision.retry_after_s)
+        return self._hold(fleet, snapshot, rates, facts, lineage, turn, decision, attempts, blind=False)
+
+    def _decide_blind(self, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: Attempts, sequence: int) -> Held:
+        """Place without the store: where this router last saw the branch, else by hash of the session, or of the first
+        message after the system prompt.
+        """
+        nothing = View(self._clock.now_s(), fleet.version, loads={}, incarnations={}, beliefs={})
+        snapshot = fleet.snapshot(nothing, blind=True)
+        lineage = trace(facts, nothing, turn_id)
+        if facts.session is None and facts.chain:
+            root = facts.chain[min(facts.head, len(facts.chain) - 1)].hash
+            lineage = replace(lineage, session=root)
+        home = self._recall(facts)
+        if home is not None:
+            lineage = replace(lineage, known=Branch(lineage.branch, lineage.session, home=home))
+        rates = rates_of(snapshot)
+        turn = turn_of(turn_id, facts, lineage, rates, self._tuning, sequence)
+        decision = decide(turn, lineage, snapshot, "rendezvous", self._tuning, only=home, tried=attempts.tried)
+        if isinstance(decision, Refused):
+            raise NotPlaced(decision.why, decision.retry_after_s)
+        return self._hold(fleet, snapshot, rates, facts, lineage, turn, decision, attempts, blind=True)
+
+    def _remember(self, tip: Boundary | None, home: Binding) -> None:
+        if tip is not None:
+            self._homes.pop(tip.hash, None)
+            self._homes[tip.hash] = home
+            if len(self._homes) > HOMES_REMEMBERED:
+                del self._homes[next(iter(self._homes))]
+
+    def _recall(self, facts: Facts) -> Binding | None:
+        known = (self._homes.get(boundary.hash) for boundary in reversed(facts.chain))
+        return next((home for home in known if home is not None), None)
+
+    def _hold(
+        self,
+        fleet: FleetRuntime,
+        snapshot: Fleet,
+        rates: Rates,
+        facts: Facts,
+        lineage: Lineage,
+        turn: Turn,
+        placed: Placed,
+        attempts: Attempts,
+        *,
+        blind: bool,
+    ) -> Held:
+        record = Record(
+            at_s=snapshot.now_s,
+            fleet=fleet.name,
+            policy=fleet.spec.policy,
+            facts=facts,
+            lineage=lineage,
+            turn=turn,
+            placed=placed,
+            attempt=attempts.count,
+            store_calls=0,
+            place_s=0.0,
+            blind=blind,
+        )
+        return Held(self._new_id(), fleet, snapshot, rates, record, 0.0)
+
+    def _claim(self, held: Held, view: View, facts: Facts, slack: int | None) -> Claim:
+        record = held.record
+        placed, lineage, turn = record.placed, record.lineage, record.turn
+        known = lineage.known
+        chosen = held.snapshot.get(placed.replica)
+        checked = placed.reason not in (Reason.HOME, Reason.STORED) and slack is not None
+        observed = chosen.load.in_flight if checked and chosen is not None else None
+        waiting = placed.prefill_tokens if placed.prefill_tokens >= WAITING_TOKENS_MIN else 0
+        tip = lineage.tip if lineage.keeps_tip else None
+        homeless = _session_home(facts, view, lineage, held.snapshot) is None
+        sticky = record.policy == "session_sticky" and facts.session is not None and homeless
+        return Claim(
+            lease=held.lease,
+            replica=placed.replica,
+            incarnation=placed.incarnation,
+            prefill_tokens=waiting,
+            locked_tokens=turn.prompt_tokens + turn.output_tokens,
+            branch=lineage.branch,
+            session=lineage.session,
+            version=known.version if known is not None else None,
+            home=placed.binding,
+            tip=tip,
+            tips=kept_tips(known, tip, self._limits.tips_kept),
+            weight=branch_weight(turn.prompt_tokens),
+            text_bytes=lineage.tip.text_bytes if lineage.tip is not None else 0,
+            crowd_half_life_s=self._tuning.crowd_half_life_s,
+            observed_in_flight=observed,
+            slack=slack or 0,
+            head=ask_for(facts).head,
+            heads_of=heads_of(facts),
+            session_home=placed.binding if sticky else None,
+            branch_ttl_s=self._limits.branch_ttl_s,
+            lease_ttl_s=self._leases.ttl_s,
+        )
+
+    def _committed(self, held: Held, began_s: float) -> Held:
+        held.since_s = self._clock.monotonic_s()
+        held.record.place_s = held.since_s - began_s
+        self._recent.add(held.record)
+        placed = held.record.placed
+        self._remember(held.record.lineage.tip, placed.binding)
+        self._observer.emit(TurnStarted(held.record.turn.id, held.fleet.name, placed.replica))
+        return held
+
+
+def _session_home(facts: Facts, view: View, lineage: Lineage, snapshot: Fleet) -> Binding | None:
+    """Where the session is bound, if that life still lives; a keyless session's home is its branch's."""
+    bound = view.session if facts.session is not None else lineage.known
+    home = bound.home if bound is not None else None
+    if home is None:
+        return None
+    replica = snapshot.get(home.replica)
+    return home if replica is not None and replica.healthy and replica.incarnation == home.incarnation else None

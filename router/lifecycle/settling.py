@@ -1,0 +1,135 @@
+"""What a turn holds, and how it is given back: told, learned from, and released out of cancellation's reach."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from router.domain.errors import StoreError
+from router.domain.outcome import Outcome
+from router.domain.replica import Beliefs, Fleet
+from router.domain.shared import Claim, Settlement
+from router.domain.turn import Facts
+from router.lifecycle.fleet import FleetRuntime
+from router.lifecycle.leases import Leases
+from router.lifecycle.recent import Record
+from router.placement.cost import Rates
+from router.placement.learn import learn
+from router.ports import Clock, Store
+from router.telemetry.events import Observer, TurnFinished
+
+__all__ = ["WAITING_TOKENS_MIN", "Held", "Settling"]
+
+log = logging.getLogger("roost.turn")
+
+WAITING_TOKENS_MIN: Final = 1024
+"""Shorter prefills are not counted as waiting: they last milliseconds, and ending the wait costs a store call."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A place that a turn holds, and what was believed when it got it."""
+
+    lease: str
+    fleet: FleetRuntime
+    snapshot: Fleet
+    rates: Rates
+    record: Record
+    since_s: float
+    """Monotonic time of the commit."""
+
+
+class Settling:
+    """Gives back what turns hold; every call returns at once, `drained` waits for all that is under way."""
+
+    def __init__(self, store: Store, clock: Clock, leases: Leases, observer: Observer, branch_ttl_s: float) -> None:
+        self._store = store
+        self._clock = clock
+        self._leases = leases
+        self._observer = observer
+        self._branch_ttl_s = branch_ttl_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def drained(self) -> None:
+        """Wait until everything acquired is settled."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def undo(self, fleet: str, claim: Claim) -> None:
+        """Give back what a claim asked for whose call was cut short: it may have been carried out."""
+        undone = Settlement(claim.lease, claim.replica, claim.incarnation, claim.branch)
+        _ = self._run(self._store.settle(fleet, undone))
+
+    def first_output(self, held: Held) -> None:
+        """The turn's prefill is over."""
+        if held.record.placed.prefill_tokens >= WAITING_TOKENS_MIN and not held.record.blind:
+            _ = self._run(self._store.progress(held.fleet.name, held.lease))
+
+    def settle(self, held: Held, facts: Facts, outcome: Outcome) -> asyncio.Task[None] | None:
+        """Tell what came true and give back what was held; the task that does it, or None where nothing was held."""
+        record, placed = held.record, held.record.placed
+        record.outcome = outcome
+        usage = outcome.usage
+        self._observer.emit(
+            TurnFinished(
+                turn=record.turn.id,
+                fleet=held.fleet.name,
+                replica=placed.replica,
+                dialect=facts.dialect.value,
+                policy=record.policy,
+                reason=placed.reason,
+                session=record.turn.session,
+                session_source=facts.session_source,
+                branch=record.lineage.branch,
+                outcome=outcome,
+                prompt_tokens=usage.prompt_tokens if usage.prompt_tokens is not None else record.turn.prompt_tokens,
+                predicted_cached_tokens=placed.cached_tokens,
+                place_s=record.place_s,
+                attempt=record.attempt,
+                blind=record.blind,
+            )
+        )
+        if record.blind:
+            return None
+        self._leases.discard(held.fleet.name, held.lease)
+        return self._run(self._store.settle(held.fleet.name, self._settlement(held, facts, outcome)))
+
+    def _settlement(self, held: Held, facts: Facts, outcome: Outcome) -> Settlement:
+        record, placed = held.record, held.record.placed
+        replica = held.snapshot.get(placed.replica)
+        beliefs: Beliefs | None = None
+        tokens = prompt_tokens = admitted = 0
+        if replica is not None:
+            text_bytes = record.lineage.tip.text_bytes if record.lineage.tip is not None else 0
+            learned = learn(record.turn, text_bytes, placed, replica, held.rates, outcome)
+            beliefs, tokens = learned.beliefs, learned.tokens
+            prompt_tokens, admitted = learned.prompt_tokens, learned.admitted_tokens
+        return Settlement(
+            lease=held.lease,
+            replica=placed.replica,
+            incarnation=placed.incarnation,
+            branch=record.lineage.branch,
+            tokens=tokens,
+            prompt_tokens=prompt_tokens,
+            admitted_tokens=admitted,
+            beliefs=beliefs,
+            response_id=outcome.response_id if facts.stores_response else None,
+            branch_ttl_s=self._branch_ttl_s,
+        )
+
+    def _run(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(_quietly(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _quietly(call: Coroutine[Any, Any, None]) -> None:
+    """A store call whose failure costs no turn: what it would have released expires with its lease."""
+    try:
+        await call
+    except StoreError as error:
+        log.debug("not settled in the store, its lease will expire: %s", error)

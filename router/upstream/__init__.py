@@ -1,0 +1,1 @@
+"""The replicas' side: connections, header rules, and reading responses in passing."""
