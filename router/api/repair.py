@@ -19,6 +19,7 @@ __all__ = ["REPAIRS", "repair"]
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MEMBER: Final = re.compile(rb'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+_END: Final = re.compile(rb"\s*\}\s*")
 _DISPLAYS: Final = (None, "summarized", "omitted")
 """What SGLang accepts in `thinking.display` (srt/entrypoints/anthropic/protocol.py)."""
 
@@ -59,9 +60,9 @@ def _anthropic_thinking_display(dialect: Dialect, body: bytes) -> bytes | None:
 
 
 def member_span(body: bytes, name: str) -> tuple[int, int] | None:
-    """Where the value of a JSON object's own member stands in its bytes; the last one, where a name is repeated.
+    """Where the value of a JSON object's own member stands in its bytes.
 
-    None where the body is no object, has no such member, or repeats names so that values cannot be told apart.
+    None where the body is no object, has no such member, or repeats a name.
     """
     try:
         members = _members.decode(body)
@@ -70,18 +71,17 @@ def member_span(body: bytes, name: str) -> tuple[int, int] | None:
     if name not in members:
         return None
     at = 0
+    span: tuple[int, int] | None = None
     for key, raw in members.items():
         found = _MEMBER.match(body, at)
         if found is None or msgspec.json.decode(found.group(1)) != key:
             return None
-        start = found.end()
-        end = start + len(bytes(raw))
-        if body[start:end] != bytes(raw):
+        at = found.end() + len(bytes(raw))
+        if body[found.end() : at] != bytes(raw):
             return None
         if key == name:
-            return start, end
-        at = end
-    return None
+            span = found.end(), at
+    return span if _END.fullmatch(body, at) else None
 
 
 REPAIRS: Final[Mapping[str, Callable[[Dialect, bytes], bytes | None]]] = MappingProxyType(

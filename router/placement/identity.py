@@ -12,6 +12,7 @@ body that is not JSON at all is refused, on paths that require JSON.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -96,6 +97,9 @@ class Identity:
             except msgspec.ValidationError:
                 continue
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                paired = _LONE_SURROGATE.sub(_paired, body)
+                if paired != body:
+                    return self._read(dialect, paired)
                 raise MalformedRequest(f"the body is not valid JSON: {_where(error)}") from None
         raise MalformedRequest("the body must be a JSON object")
 
@@ -255,7 +259,7 @@ def _messages(dialect: Dialect, fields: Any) -> tuple[list[bytes | memoryview], 
         fields.system if dialect is Dialect.MESSAGES else fields.instructions if dialect is Dialect.RESPONSES else _RAW
     )
     if bytes(before) not in _NULLISH:
-        messages.insert(0, before)
+        messages.insert(0, b'{"role":"system","content":%b}' % bytes(before))
         leading = 1
     else:
         leading = 0
@@ -345,6 +349,17 @@ def _peek_model(body: bytes) -> str | None:
         return _model_decoder.decode(body).model or None
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+_SURROGATES: Final = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_LONE_SURROGATE: Final = re.compile(rb"(\\\\|" + _SURROGATES + rb")|\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+
+
+def _paired(found: re.Match[bytes]) -> bytes:
+    """Half a character, as JavaScript clients write it where they cut a text in an emoji, reads as one that is unknown:
+    JSON's grammar allows it, this decoder does not, and the engine is the judge.
+    """
+    return found.group(1) or b"\\ufffd"
 
 
 def _where(error: Exception) -> str:

@@ -130,8 +130,6 @@ def canonical(raw: bytes, unseen: frozenset[str] = frozenset()) -> list[bytes]:
         return [raw]
     if isinstance(message, str):
         return [b"user", _text(message)]
-    if isinstance(message, list):  # Anthropic's `system`, given as blocks
-        return [b"", *_blocks(message)]
     if not isinstance(message, dict):
         return [raw]
     role = message.pop("role", None)

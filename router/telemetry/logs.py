@@ -4,6 +4,7 @@ in `_turn_fields` cannot reach a line.
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any, Final
 
@@ -70,7 +71,10 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        try:
+            return msgspec.json.encode(line).decode()
+        except (UnicodeEncodeError, TypeError):  # half a character in an operating system's text
+            return json.dumps(line, default=str)
 
 
 class _Text(logging.Formatter):

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
 from router.main import Listeners, bind, serve
-from router.settings import Fleet, Placement, Settings, Store, Timeouts
+from router.settings import Fleet, Settings, Store, Timeouts
 from router.settings.model import Group
 from tests.integration.conversations import Conversation
 from tests.integration.relay_rig import Client
@@ -158,18 +158,12 @@ def settings_for(given: Sequence[Replica] | Sequence[Fleet], store: Store | None
         urls = tuple(each.url for each in given if isinstance(each, Replica))
         fleets = (Fleet(name="default", replicas=urls, probe_interval_s=PROBE_INTERVAL_S),)
     groups.setdefault("timeouts", Timeouts(ready_lag_s=0.0, shutdown_grace_s=PATIENCE_S))
-    # A call that waits for this one process's own busy loop is no slow store.
     return Settings(fleets=fleets, store=store or Store(kind="memory"), **groups)  # type: ignore[arg-type]
 
 
-def shared_store(url: str) -> Store:
+def shared_store(url: str, prefix: str = "roost", timeout_s: float = 10.0) -> Store:
     """A real store at `url`. Its patience is long: a busy machine is no slow store."""
-    return Store(kind="redis", url=url, timeout_s=10.0)
-
-
-def steep_ramp() -> Placement:
-    """Newcomers are no concern of most tests."""
-    return Placement(ramp_s=0.001)
+    return Store(kind="redis", url=url, prefix=prefix, timeout_s=timeout_s)
 
 
 @asynccontextmanager

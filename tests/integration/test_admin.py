@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
-from router.settings import Fleet, Placement, Settings, Store
-from tests.contracts.servers import serving
+from router.settings import Fleet, Placement, Settings
 from tests.integration.conversations import Conversation
 from tests.integration.replicas import Gate, Replica, Visit, events, replicas
 from tests.integration.roosts import PROBE_INTERVAL_S, running, settings_for, shared_store
 
 
-@pytest.fixture(scope="module")
-def valkey_url() -> Iterator[str]:
-    with serving("valkey") as server:
-        yield server.url
-
-
 def sharing(fleet: list[Replica], url: str, name: str) -> Settings:
-    return settings_for(fleet, Store(**{**shared_store(url).model_dump(), "prefix": name}))
+    return settings_for(fleet, shared_store(url, name))
 
 
 async def test_a_replica_that_joins_moves_nobody_and_gets_the_new_ones() -> None:

@@ -16,7 +16,7 @@ import pytest
 import redis.asyncio
 
 from router.domain.turn import Dialect
-from router.settings import Limits, Store, Timeouts
+from router.settings import Limits, Timeouts
 from tests.contracts.servers import serving, serving_with
 from tests.integration.conversations import Conversation
 from tests.integration.relay_rig import Client
@@ -28,13 +28,14 @@ from tests.integration.roosts import Answer, Roost, running, settings_for, share
 async def living(limits: Limits | None = None) -> AsyncIterator[tuple[Roost, Replica]]:
     """A router before one replica. After whatever was done to it a turn of each dialect succeeds, and nothing is in
     flight."""
-    async with replicas(1) as (replica,):
-        groups = {} if limits is None else {"limits": limits}
-        async with running(settings_for([replica], **groups), [replica]) as roost:
-            yield roost, replica
-            for dialect in DIALECTS:
-                await roost.turn(Conversation(f"after {dialect}", dialect))
-            await roost.idle()
+    async with (
+        replicas(1) as (replica,),
+        running(settings_for([replica], limits=limits or Limits()), [replica]) as roost,
+    ):
+        yield roost, replica
+        for dialect in DIALECTS:
+            await roost.turn(Conversation(f"after {dialect}", dialect))
+        await roost.idle()
 
 
 def told(answer: Answer, dialect: Dialect) -> str:
@@ -80,7 +81,7 @@ async def test_a_body_that_is_no_json_object_is_a_400_in_the_dialect(dialect: Di
         assert replica.turns == []
 
 
-ODD_TYPES = [
+ODD_TYPES: list[dict[str, object]] = [
     {"model": 5},
     {"model": ["m"]},
     {"model": {"m": 1}},
@@ -157,11 +158,8 @@ async def test_odd_but_valid_json_passes(dialect: Dialect) -> None:
     async with living() as (roost, replica):
         for body in odd:
             answer = await roost.request("POST", PATHS[dialect], body)
-            if answer.status == 400:  # what the decoder cannot take is refused, not forwarded
-                assert "JSON" in told(answer, dialect)
-            else:
-                assert answer.status == 200, body[:80]
-                assert replica.seen[-1].body == body
+            assert answer.status == 200, body[:80]
+            assert replica.seen[-1].body == body
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -444,7 +442,7 @@ async def test_a_redis_that_is_away_at_the_start_is_no_reason_to_wait() -> None:
     """Turns are placed blind, a session on one replica all the same; when the store comes, they are bound."""
     with serving_with("valkey") as (process, socket):
         moved = socket.with_name("later")
-        store = Store(**{**shared_store(f"unix://{moved}").model_dump(), "timeout_s": 0.5})
+        store = shared_store(f"unix://{moved}", timeout_s=0.5)
         async with replicas(3) as fleet, running(settings_for(fleet, store)) as roost:
 
             async def ready() -> bool:
@@ -485,7 +483,7 @@ async def test_a_redis_that_is_away_at_the_start_is_no_reason_to_wait() -> None:
 async def test_a_redis_that_hangs_costs_a_turn_little_and_comes_back() -> None:
     """C46: stopped, not refusing: turns go on blind, and are bound again when it goes on."""
     with serving_with("valkey") as (process, socket):
-        store = Store(**{**shared_store(f"unix://{socket}").model_dump(), "timeout_s": 0.3})
+        store = shared_store(f"unix://{socket}", timeout_s=0.3)
         async with replicas(2) as fleet, running(settings_for(fleet, store), fleet) as roost:
             asked = Conversation("hang", header=("x-session-id", "hang"))
             await roost.turn(asked)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from router.domain.turn import Dialect
-from router.settings import Settings, Store
-from tests.contracts.servers import serving
+from router.settings import Settings
 from tests.integration.conversations import Conversation
 from tests.integration.replicas import DIALECTS, PATHS, Gate, Replica, Visit, replicas
 from tests.integration.roosts import Answer, Roost, running, settings_for, shared_store
 
 NAMINGS = ("header", "field", "none")
-
-
-@pytest.fixture(scope="module")
-def valkey_url() -> Iterator[str]:
-    with serving("valkey") as server:
-        yield server.url
 
 
 @asynccontextmanager
@@ -35,7 +28,7 @@ async def two_routers(settings: Settings, fleet: list[Replica]) -> AsyncIterator
 
 def sharing(fleet: list[Replica], url: str, name: str) -> Settings:
     """Settings of routers that share a store; each test has keys of its own."""
-    return settings_for(fleet, Store(**{**shared_store(url).model_dump(), "prefix": name}))
+    return settings_for(fleet, shared_store(url, name))
 
 
 def named(number: int, naming: str, dialect: Dialect) -> Conversation:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
 from router.domain.turn import Dialect
-from router.settings import Store
-from tests.contracts.servers import serving
 from tests.integration.conversations import Conversation
 from tests.integration.replicas import DIALECTS, Gate, Replica, replicas
 from tests.integration.roosts import Roost, running, settings_for, shared_store, spread
-
-
-@pytest.fixture(scope="module")
-def valkey_url() -> Iterator[str]:
-    with serving("valkey") as server:
-        yield server.url
 
 
 async def at_once(gate: Gate, routers: list[Roost], asked: list[Conversation]) -> list[int]:
@@ -52,7 +43,7 @@ async def test_a_frozen_load_report_makes_no_herd(valkey_url: str, routers: int)
         for replica in fleet[1:]:
             replica.loads = {"num_running_reqs": 1}
         fleet[0].loads = {"num_running_reqs": 0}
-        store = Store(**{**shared_store(valkey_url).model_dump(), "prefix": f"frozen-{routers}"})
+        store = shared_store(valkey_url, f"frozen-{routers}")
         async with (
             running(settings_for(fleet, store), fleet) as first,
             running(settings_for(fleet, store), fleet) as second,
