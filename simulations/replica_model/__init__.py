@@ -6,6 +6,7 @@ rules, `prefix_cache` the two-tier cache, `seats` the running batch, `timing` th
 
 from simulations.replica_model.page_keys import chained, keys_of_bytes, keys_of_ids
 from simulations.replica_model.replica import ReplicaModel
+from simulations.replica_model.timing import faster
 from simulations.replica_model.values import (
     Aborted,
     Counters,
@@ -38,6 +39,7 @@ __all__ = [
     "Snapshot",
     "Started",
     "chained",
+    "faster",
     "keys_of_bytes",
     "keys_of_ids",
 ]
