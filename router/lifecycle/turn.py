@@ -7,6 +7,7 @@ Rules kept here:
 - *A turn is tried elsewhere only while that is safe*: nobody listened, the connection broke before a byte of a
   response, or the replica said it is full (503). Never twice on one replica, at most `retries` times, never after the
   head went out.
+- *A stream that ends without its terminal event* passes as it came, cleanly if it came so, but counts as broken.
 - *The client leaving is not an error of the replica*, and after the terminal event not an error at all (Codex closes
   its connection right after `response.completed`).
 """
@@ -154,8 +155,10 @@ class Turns:
                     return next_place
             end = End.UPSTREAM_BROKEN
             await self._relay(held, facts, exchange, passage, client)
-            failed = exchange.head.status >= 400 or passage.reader.error is not None
-            end = End.UPSTREAM_ERROR if failed else End.COMPLETE
+            if exchange.head.status >= 400 or passage.reader.error is not None:
+                end = End.UPSTREAM_ERROR
+            elif passage.reader.terminal:
+                end = End.COMPLETE
             return None
         except asyncio.CancelledError:
             end = End.COMPLETE if passage.reader.terminal else End.CLIENT_GONE

@@ -5,13 +5,14 @@ every router.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from router.domain.decision import Cost, Decision, Placed, Reason, Refused
 from router.domain.replica import Fleet, Replica, Standing
 from router.domain.session import Binding, Residue
 from router.domain.turn import Facts, Turn
-from router.placement.cost import Rates, Tuning, rates_of
+from router.placement.cost import Rates, Tuning, crowd_now, decay, rates_of
 from router.placement.filters import eligible, is_home
 from router.placement.lineage import Lineage
 from router.placement.policy import POLICIES, Choice
@@ -72,7 +73,7 @@ def decide(
         home=home,
         session_home=session_home,
         residues=lineage.parent.residues if lineage.parent is not None else (),
-        eligible=candidates,
+        eligible=tuple(_spared(replica, lineage, fleet, tuning) for replica in candidates),
         fleet=fleet,
         rates=rates_of(fleet),
         tuning=tuning,
@@ -84,6 +85,20 @@ def decide(
     if reason is None:
         reason = _reason(policy, lineage, home, best, fleet, tried)
     return _placed(turn, best, reason, home, ranked, choice.residues)
+
+
+def _spared(replica: Replica, lineage: Lineage, fleet: Fleet, tuning: Tuning) -> Replica:
+    """The replica without the crowd share of a branch whose place the new one takes: an idle one of its own session
+    that began with the same tools and system prompt, as a history does that was compacted.
+    """
+    parent = lineage.parent
+    if lineage.known is not None or parent is None or parent.in_flight or parent.session != lineage.session:
+        return replica
+    if not is_home(replica, parent.home):
+        return replica
+    share = decay(parent.weight, fleet.now_s - parent.active_at_s, tuning.crowd_half_life_s)
+    crowd = max(0.0, crowd_now(replica.load, fleet.now_s, tuning.crowd_half_life_s) - share)
+    return replace(replica, load=replace(replica.load, crowd=crowd, crowd_at_s=fleet.now_s))
 
 
 def _reason(policy: str, lineage: Lineage, home: Binding | None, best: Replica, fleet: Fleet, tried: Tried) -> Reason:

@@ -3,9 +3,10 @@
 A turn continues the branch of its deepest known boundary, if that branch is idle, or the boundary is its tip or the end
 of this prompt (which is sent again); otherwise it is a fork: a new branch that shares a known prefix with its parent. A
 boundary met in another session (of the same tenant: the chain is seeded with it) is a fork too, and where it is the end
-of the prompt it stays the other's: the fork keeps apart. Nothing known: a new branch. A branch that is new to its
-session, but begins with the same tools and system prompt as one of its branches (a compacted history, a subagent of
-the same kind), shares that head; keyless branches of a tenant share heads among them.
+of the prompt it stays the other's: the fork's tip is that boundary as its own session sees it (`own`), so that sessions
+which begin with one and the same prompt each find their own branch again. Nothing known: a new branch. A branch that is
+new to its session, but begins with the same tools and system prompt as one of its branches (a compacted history, a
+subagent of the same kind), shares that head; keyless branches of a tenant share heads among them.
 
 A branch's id follows from the end of its first prompt and its session, so that routers which cannot talk agree on it.
 """
@@ -21,10 +22,12 @@ from router.domain.session import Boundary, Branch
 from router.domain.shared import Ask, View
 from router.domain.turn import Facts
 
-__all__ = ["Lineage", "apart", "ask_for", "heads_of", "kept_tips", "trace"]
+__all__ = ["Lineage", "apart", "ask_for", "heads_of", "kept_tips", "own", "trace"]
 
 NEWEST_TIPS: Final = 4
 """Tips kept without gaps; older ones thin out."""
+OWN_BOUNDARIES: Final = 16
+"""Deepest boundaries that are also looked for as the session's own: more than one turn adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,9 @@ class Lineage:
     shared_bytes: int
     """Prompt text in common with `parent`."""
     tip: Boundary | None
-    """The end of this prompt."""
+    """The end of this prompt, by which the next turn finds the branch."""
     keeps_tip: bool = True
-    """Whether later turns find the branch by `tip`; False where that boundary is another branch's."""
+    """False where no later turn will find the branch by `tip`: rivals hold it."""
 
     @property
     def fork(self) -> bool:
@@ -63,10 +66,27 @@ def ask_for(facts: Facts) -> Ask:
     chain = facts.chain
     return Ask(
         session=heads_of(facts),
-        boundaries=tuple(boundary.hash for boundary in reversed(chain)),
+        boundaries=tuple(boundary.hash for boundary, _ in _met_by(facts)),
         head=chain[facts.head - 1].hash if 0 < facts.head <= len(chain) else None,
         response_id=facts.refers_to,
     )
+
+
+def own(boundary: Boundary, session: str) -> Boundary:
+    """A boundary as one session's own, where another session holds the boundary itself."""
+    return Boundary(xxh3_128_hexdigest(f"{boundary.hash}/{session}".encode()), boundary.text_bytes)
+
+
+def _met_by(facts: Facts) -> list[tuple[Boundary, bool]]:
+    """By which boundaries a turn may be met, deepest first, and whether each is the prompt's end."""
+    last = len(facts.chain) - 1
+    met: list[tuple[Boundary, bool]] = []
+    for index in range(last, -1, -1):
+        boundary = facts.chain[index]
+        if facts.session is not None and index > last - OWN_BOUNDARIES:
+            met.append((own(boundary, facts.session), index == last))
+        met.append((boundary, index == last))
+    return met
 
 
 def trace(facts: Facts, view: View, turn: str) -> Lineage:
@@ -74,14 +94,13 @@ def trace(facts: Facts, view: View, turn: str) -> Lineage:
     tip = facts.chain[-1] if facts.chain else None
     known = view.branch
     if known is not None and view.depth is not None:
-        met = facts.chain[len(facts.chain) - 1 - view.depth]
+        met, again = _met_by(facts)[view.depth]
         same_session = facts.session is None or facts.session == known.session
         at_tip = bool(known.tips) and known.tips[0].hash == met.hash
-        again = view.depth == 0
         if same_session and (known.in_flight == 0 or at_tip or again):
-            return Lineage(known.id, known.session, known, known, met.text_bytes, tip)
+            return Lineage(known.id, known.session, known, known, met.text_bytes, met if again else tip)
         fork = _fork(facts, tip, turn, known, met.text_bytes)
-        return apart(fork, turn) if again else fork
+        return replace(fork, tip=own(met, fork.session)) if again else fork
     if view.head_branch is not None:
         return _fork(facts, tip, turn, view.head_branch, facts.chain[facts.head - 1].text_bytes)
     return _fork(facts, tip, turn, None, 0)

@@ -146,15 +146,16 @@ async def test_what_one_router_has_in_flight_the_other_counts(valkey_url: str) -
 
 
 async def test_sessions_that_begin_alike_are_served_each_and_stay() -> None:
-    """Ten sessions ask the same first question (best of ten, evaluations): none is refused, each has its own branch."""
+    """Ten sessions ask the same first question (best of ten, evaluations): each has its own branch from the first turn."""
     async with replicas(3) as fleet, running(settings_for(fleet), fleet) as roost:
         sessions = [Conversation("the same", header=("x-session-id", str(number))) for number in range(10)]
         first = await asyncio.gather(*map(roost.turn, sessions))
         assert len({answer.session for answer in first}) == 10
+        homes = [answer.replica for answer in first]
         for number, each in enumerate(sessions):
             each.grow()
             each.said[1] = f"answer {number}"
-        homes = [(await roost.turn(each)).replica for each in sessions]
+        assert [(await roost.turn(each)).replica for each in sessions] == homes
         for _ in range(2):
             for each in sessions:
                 each.grow()

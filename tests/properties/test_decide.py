@@ -200,6 +200,23 @@ def test_a_fork_of_a_long_context_stays_with_its_kv(count: int, shared: int) -> 
         assert placed.reason is Reason.FORK
 
 
+@FEW
+@given(st.integers(2, 6), st.integers(1_000, 200_000), st.integers(1_000, 20_000))
+def test_a_compacted_history_goes_where_its_old_one_lived(count: int, tokens: int, head: int) -> None:
+    """A new branch that begins as an idle one of its session did takes its place: that one's share is no crowd to it."""
+    world = World.of(count)
+    home = world.turn("before", tokens).replica
+    parent = replace(world.branches["before"], session="s")
+    turn = a_turn(head + 2_000, fork=True, shared_tokens=head)
+    decision = decide(turn, lineage(None, parent=parent), world.snapshot(), "roost", Tuning())
+    assert isinstance(decision, Placed)
+    assert decision.replica == home
+    busy = replace(parent, in_flight=1)
+    elsewhere = decide(a_turn(300, fork=True), lineage(None, parent=busy), world.snapshot(), "roost", Tuning())
+    assert isinstance(elsewhere, Placed)
+    assert elsewhere.replica != home
+
+
 @pytest.mark.parametrize(("sessions", "replicas"), [(250, 50), (7, 3), (64, 64), (1000, 50)])
 def test_equal_new_sessions_on_equal_replicas_differ_by_at_most_one(sessions: int, replicas: int) -> None:
     """250 equal new sessions on 50 equal replicas: max - min <= 1."""

@@ -13,7 +13,7 @@ from router.domain.shared import View
 from router.domain.turn import Facts
 from router.placement.cost import Tuning, rates_of
 from router.placement.decide import turn_of
-from router.placement.lineage import NEWEST_TIPS, Lineage, apart, ask_for, kept_tips, trace
+from router.placement.lineage import NEWEST_TIPS, Lineage, apart, ask_for, kept_tips, own, trace
 from tests.fakes import prompt, unread
 from tests.fleet_world import fleet, replica
 
@@ -22,8 +22,14 @@ SYSTEM = 1
 """Boundaries of the system prompt at the beginning of every chain here."""
 
 
-def view(branch: Branch | None = None, depth: int | None = None, head: Branch | None = None) -> View:
-    return View(0.0, 0, {}, {}, {}, branch=branch, depth=depth, head_branch=head, session=Session("s"))
+def view(
+    branch: Branch | None = None, depth: int | None = None, head: Branch | None = None, *, keyed: bool = True
+) -> View:
+    """What the store says of a prompt whose boundary `depth` from its end is known; a keyed turn asks for each boundary
+    as its session's own first.
+    """
+    met = depth if depth is None or not keyed else 2 * depth + 1
+    return View(0.0, 0, {}, {}, {}, branch=branch, depth=met, head_branch=head, session=Session("s"))
 
 
 def branch_of(facts: Facts, **changes: object) -> Branch:
@@ -36,6 +42,7 @@ def branch_of(facts: Facts, **changes: object) -> Branch:
 FIRST = prompt("one")
 NEXT = prompt("one", "reply", "two")
 LATER = prompt("one", "reply", "two", "reply", "three")
+MINE = FIRST.session or ""
 
 
 # --- continuation, fork, new ------------------------------------------------------------------------------------------
@@ -89,18 +96,26 @@ def test_a_boundary_of_another_session_is_forked() -> None:
     assert fork.keeps_tip
 
 
-def test_where_another_session_has_this_very_prompt_the_fork_keeps_apart() -> None:
-    """The boundary is the other's; whatever this turn is called, its branch cannot exist yet."""
+def test_where_another_session_has_this_very_prompt_each_finds_its_own_branch_again() -> None:
+    """The boundary is the other's; this session's branch has it as its own, and is found by it first."""
     other = branch_of(prompt("one", session="other"), tips=(FIRST.chain[-1],))
-    one, two = trace(FIRST, view(other, depth=0), "turn 1"), trace(FIRST, view(other, depth=0), "turn 2")
-    assert not one.keeps_tip
-    assert one.tip == FIRST.chain[-1]  # it still tells the prompt's size
-    assert len({one.branch, two.branch, other.id, branch_of(FIRST).id}) == 4
+    came = trace(FIRST, view(other, depth=0), "turn 1")
+    assert came.tip is not None
+    assert came.tip == own(FIRST.chain[-1], MINE)
+    assert came.branch != other.id
+    mine = Branch(came.branch, came.session, version=1, turns=1, tips=(came.tip,))
+    asked = ask_for(NEXT).boundaries
+    assert asked.index(came.tip.hash) == asked.index(FIRST.chain[-1].hash) - 1
+    again = trace(NEXT, replace(view(mine, depth=2), depth=asked.index(came.tip.hash)), "turn 2")
+    assert again.known == mine
+    assert again.tip == NEXT.chain[-1]
+    resent = trace(FIRST, replace(view(mine), branch=mine, depth=0), "turn 3")
+    assert (resent.known, resent.tip) == (mine, came.tip)
 
 
 def test_a_keyless_turn_takes_whatever_branch_its_prompt_leads_to() -> None:
     known = branch_of(prompt("one", session="named"), tips=(FIRST.chain[-1],))
-    came = trace(prompt("one", "reply", "two", session=None), view(known, depth=2), "t")
+    came = trace(prompt("one", "reply", "two", session=None), view(known, depth=2, keyed=False), "t")
     assert (came.known, came.session) == (known, known.session)
 
 
@@ -129,7 +144,10 @@ def test_apart_is_a_new_branch_with_the_same_parent() -> None:
 
 def test_the_store_is_asked_from_the_end_of_the_prompt_backwards() -> None:
     ask = ask_for(LATER)
-    assert ask.boundaries == tuple(boundary.hash for boundary in reversed(LATER.chain))
+    expected = [each for boundary in reversed(LATER.chain) for each in (own(boundary, MINE), boundary)]
+    assert ask.boundaries == tuple(boundary.hash for boundary in expected)
+    keyless = prompt("one", session=None)
+    assert ask_for(keyless).boundaries == tuple(boundary.hash for boundary in reversed(keyless.chain))
     assert ask.head == LATER.chain[SYSTEM - 1].hash
     assert ask.session == LATER.session
     assert ask_for(unread()).boundaries == ()
