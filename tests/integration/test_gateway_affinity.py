@@ -146,7 +146,7 @@ async def test_what_one_router_has_in_flight_the_other_counts(valkey_url: str) -
 
 
 async def test_sessions_that_begin_alike_are_served_each_and_stay() -> None:
-    """Ten sessions ask the same first question (best of ten, evaluations): each has its own branch from the first turn."""
+    """Ten sessions ask the same first question (best of ten, evaluations): each has its own branch from the start."""
     async with replicas(3) as fleet, running(settings_for(fleet), fleet) as roost:
         sessions = [Conversation("the same", header=("x-session-id", str(number))) for number in range(10)]
         first = await asyncio.gather(*map(roost.turn, sessions))
