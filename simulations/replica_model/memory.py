@@ -45,7 +45,7 @@ class NewTokenRatio:
         said = allowed = 0
         for seat in left:
             said += seat.said(step) + _RETRACT_STEPS
-            allowed += seat.request.max_tokens
+            allowed += seat.allowed
         self.value = min(1.0, said / (allowed + 1))
 
 
@@ -100,12 +100,12 @@ class Memory:
     def admits(self, need_tokens: int, in_pass: Iterable[tuple[Seat, int]]) -> bool:
         """Whether one more turn may be promised `need_tokens`. They are summed only where a bound leaves it open."""
         have = self.obtainable_pages() * self._page
-        have -= sum(reserve_of(seat.request.max_tokens) for seat, _ in in_pass)
+        have -= sum(reserve_of(seat.allowed) for seat, _ in in_pass)
         batch, ratio = self._batch, self.ratio.value
         if need_tokens <= have - ratio * batch.reserve_cap:
             return True
         step = batch.step
-        left = (reserve_of(max(0, seat.request.max_tokens - seat.said(step))) for seat in batch.seats.values())
+        left = (reserve_of(max(0, seat.allowed - seat.said(step))) for seat in batch.seats.values())
         return need_tokens <= have - ratio * sum(left)
 
     def steps_that_fit(self, steps: int) -> int:

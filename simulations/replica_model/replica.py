@@ -101,7 +101,7 @@ class ReplicaModel:
         if self._queue.full and not self._displace(now_s, request):
             self._refuse(request, now_s, "queue_full")
             return
-        seat = Seat(request, max(1, min(request.output_tokens, room)), self._rate(request.rid))
+        seat = Seat(request, room, self._rate(request.rid))
         blocked = len(self._queue) > 0 and not self._queue.by_priority
         self._queue.put(seat)
         if self._phase == _IDLE:
@@ -189,7 +189,7 @@ class ReplicaModel:
     # --- phases ---
 
     def _run_to(self, now_s: float) -> None:
-        while self._ends_s <= now_s:
+        while self._ends_s <= now_s and self._phase != _IDLE:
             if self._phase == _PREFILL:
                 self._end_pass(self._ends_s)
             else:
@@ -271,7 +271,7 @@ class ReplicaModel:
             if seat.base >= seat.output_tokens:
                 self._finish(seat, at_s)
             else:
-                self._batch.join(seat, reserve_of(seat.request.max_tokens))
+                self._batch.join(seat, reserve_of(seat.allowed))
 
     def _grow(self, at_s: float) -> bool:
         """Start a decode segment, retracting turns until it fits; False if no turn is left."""
@@ -318,7 +318,7 @@ class ReplicaModel:
         self._memory.ratio.decay(steps)
         self._owed_steps = max(0, self._owed_steps - steps)
         for seat in batch.done():
-            batch.leave(seat, reserve_of(seat.request.max_tokens))
+            batch.leave(seat, reserve_of(seat.allowed))
             self._finish(seat, at_s)
 
     # --- turns ---
@@ -345,7 +345,7 @@ class ReplicaModel:
         if (found - device) * page < _LOAD_BACK_TOKENS_MIN:
             found = device
         tip = cache.pin(request.pages, found, at_s)
-        need = seat.target - device * page + reserve_of(request.max_tokens - seat.base) + page
+        need = seat.target - device * page + reserve_of(seat.allowed - seat.base) + page
         if (self._batch.seats or self._passing) and not memory.admits(need, self._passing):
             cache.release(tip, at_s)
             return False
@@ -388,7 +388,7 @@ class ReplicaModel:
         step = self._batch.step
         victim = min(self._batch.seats.values(), key=lambda seat: (seat.said(step), -seat.request.prompt_tokens))
         last = len(self._batch) == 1 and self._half_done is None
-        self._batch.leave(victim, reserve_of(victim.request.max_tokens))
+        self._batch.leave(victim, reserve_of(victim.allowed))
         self._let_go(victim, at_s)
         if last:
             self.counters.output_tokens += victim.base
@@ -410,7 +410,7 @@ class ReplicaModel:
             if seat.tip is None:
                 continue  # it ended in the phase that was under way
             if seat.request.rid in self._batch.seats:
-                self._batch.leave(seat, reserve_of(seat.request.max_tokens))
+                self._batch.leave(seat, reserve_of(seat.allowed))
                 self._memory.keep(seat, seat.filled, at_s)
             else:
                 self._memory.drop(seat)

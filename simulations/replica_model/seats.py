@@ -23,6 +23,7 @@ class Seat:
 
     __slots__ = (
         "aborted",
+        "allowed",
         "base",
         "device_tokens",
         "filled",
@@ -42,10 +43,13 @@ class Seat:
         "waiting",
     )
 
-    def __init__(self, request: Request, output_tokens: int, rate: int) -> None:
+    def __init__(self, request: Request, room: int, rate: int) -> None:
+        """`room`: tokens that fit beside the prompt; neither output nor `max_tokens` is more."""
         self.request = request
-        self.output_tokens = output_tokens
-        """What it will say; the request's, cut to what fits."""
+        self.output_tokens = max(1, min(request.output_tokens, room))
+        """What it will say."""
+        self.allowed = max(self.output_tokens, min(request.max_tokens, room))
+        """What it might say, as admission sees it."""
         self.rate = rate
         """Thousandths of a token per decode step."""
         self.base = 0
