@@ -78,3 +78,15 @@ def test_compaction_stays_too(compacted: Run) -> None:
     turns = rules.labelled(compacted.harness.name, compacted.turns)
     assert sum(turn.kind == "main" for turn in turns) >= 3
     assert rules.moves(turns) == {}
+
+
+@pytest.mark.parametrize("name", ["claude", "kimicode"])
+def test_a_compacted_context_goes_on_where_it_was(name: str, runs: Runs) -> None:
+    """Tools and system prompt are still cached there, and the old branch's place is free.
+
+    (When Codex goes on, a subagent is in its prefill at home, so another replica may well be cheaper.)
+    """
+    run = runs.compacted(name)
+    mains = [turn for turn in rules.labelled(name, run.turns) if turn.kind == "main"]
+    assert len({turn.branch for turn in mains}) > 1
+    assert len({turn.mock for turn in mains}) == 1
