@@ -88,5 +88,5 @@ def test_a_compacted_context_goes_on_where_it_was(name: str, runs: Runs) -> None
     """
     run = runs.compacted(name)
     mains = [turn for turn in rules.labelled(name, run.turns) if turn.kind == "main"]
-    assert len({turn.branch for turn in mains}) > 1
+    assert len(mains) >= 3
     assert len({turn.mock for turn in mains}) == 1
