@@ -22,8 +22,8 @@ from router.domain.shared import Acquired, Ask, Claim, Member, Membership, Settl
 from router.domain.turn import Dialect, Facts, Turn
 from router.lifecycle.fleet import FleetRuntime, FleetSpec
 from router.lifecycle.leases import Leases
-from router.lifecycle.recent import Recent
 from router.lifecycle.placing import Limits
+from router.lifecycle.recent import Recent
 from router.lifecycle.turn import Turns
 from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules

@@ -87,8 +87,7 @@ class World:
             sequence=self.turns,
         )
         placed = decide(turn, came_from, self.snapshot(), self.policy, self.tuning)
-        if isinstance(placed, Refused):
-            raise AssertionError(placed.why)
+        assert not isinstance(placed, Refused), placed.why
         self._commit(branch_id, known, prompt_tokens, placed)
         return placed
 

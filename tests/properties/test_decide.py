@@ -68,7 +68,7 @@ def resident_branch(home: str, tokens: int, mark: int = 0) -> Branch:
 def test_same_snapshot_same_answer_whatever_the_order_of_replicas(
     replicas: list[Replica], tokens: int, fork: bool, policy: str, data: st.DataObject
 ) -> None:
-    """The decision is a pure function of its inputs: repeated it is equal, and no replica's place in the list counts."""
+    """The decision is a pure function of its inputs: repeated it is equal, and the order of the list does not count."""
     shuffled = data.draw(st.permutations(replicas))
     branch = None if fork else resident_branch("r0", tokens)
     turn = a_turn(tokens, fork=fork, shared_tokens=0 if fork else tokens)
@@ -167,7 +167,7 @@ def test_a_newcomer_is_ramped_not_flooded(count: int, each: int, burst: int) -> 
 @FEW
 @given(st.integers(1, 12), st.integers(1, 48), st.integers(100, 60_000))
 def test_parallel_new_branches_spread_and_then_stay(count: int, forks: int, tokens: int) -> None:
-    """k parallel branches over n equal idle replicas: none gets more than ceil(k/n) + 1, and each stays where it went."""
+    """k parallel branches over n equal idle replicas: none gets over ceil(k/n) + 1, and each stays where it went."""
     world = World.of(count)
     placed = {f"f{number}": world.begin(f"f{number}", tokens) for number in range(forks)}
     assert max(world.homes().values()) <= ceil(forks / count) + 1
@@ -180,7 +180,7 @@ def test_parallel_new_branches_spread_and_then_stay(count: int, forks: int, toke
 @FEW
 @given(st.integers(2, 8), st.integers(1, 24), st.integers(1, 1_000))
 def test_forks_of_a_short_context_spread_as_new_branches_do(count: int, forks: int, shared: int) -> None:
-    """What two branches share is worth its prefill: next to nothing here, so their parent's home gets no more than its share."""
+    """What is shared is worth its prefill: next to nothing here, so the parent's home gets no more than its share."""
     world = World.of(count)
     home = world.turn("parent", shared).replica
     for number in range(forks):
@@ -191,7 +191,7 @@ def test_forks_of_a_short_context_spread_as_new_branches_do(count: int, forks: i
 @FEW
 @given(st.integers(2, 8), st.integers(60_000, 300_000))
 def test_a_fork_of_a_long_context_stays_with_its_kv(count: int, shared: int) -> None:
-    """Seconds of prefill outweigh a few neighbours: the first forks of a long context are served where it is resident."""
+    """Seconds of prefill outweigh a few neighbours: first forks of a long context are served where it is resident."""
     world = World.of(count)
     home = world.turn("parent", shared).replica
     for number in range(2):
@@ -203,7 +203,7 @@ def test_a_fork_of_a_long_context_stays_with_its_kv(count: int, shared: int) -> 
 @FEW
 @given(st.integers(2, 6), st.integers(1_000, 200_000), st.integers(1_000, 20_000))
 def test_a_compacted_history_goes_where_its_old_one_lived(count: int, tokens: int, head: int) -> None:
-    """A new branch that begins as an idle one of its session did takes its place: that one's share is no crowd to it."""
+    """A new branch that begins as an idle one of its session did takes its place: that one is no crowd to it."""
     world = World.of(count)
     home = world.turn("before", tokens).replica
     parent = replace(world.branches["before"], session="s")
@@ -256,7 +256,7 @@ def test_a_drained_replicas_branches_rebind_once_each(count: int, branches: int,
 @FEW
 @given(st.integers(1_000, 400_000), st.integers(0, 5_000_000))
 def test_evictable_kv_is_not_load(tokens: int, admitted: int) -> None:
-    """A home whose cache is full of other branches' evictable KV, but which holds this one's and runs nothing, keeps it."""
+    """A home that is full of others' evictable KV, but holds this branch's and runs nothing, keeps it."""
     full = replica(0, load=Load(admitted_tokens=admitted))
     turn = a_turn(tokens + 400, fork=False, shared_tokens=tokens)
     branch = resident_branch("r0", tokens, mark=admitted)
@@ -281,7 +281,7 @@ def test_a_restarted_home_is_gone(replicas: list[Replica], tokens: int) -> None:
 @FEW
 @given(st.integers(2, 8), st.integers(1, 100_000))
 def test_a_full_home_spills_and_a_dead_one_rebinds(count: int, tokens: int) -> None:
-    """A turn refused by its busy home is served elsewhere and keeps its binding; one whose home is gone moves for good."""
+    """A turn refused by its busy home is served elsewhere and keeps its binding; one whose home is gone moves."""
     world = World.of(count)
     home = world.turn("b", tokens).binding
     branch = world.branches["b"]
