@@ -26,6 +26,8 @@ __all__ = ["SIMULATED_HEADER", "Engine"]
 SIMULATED_HEADER = "x-roost-simulated"
 _KEEP_ALIVE_S = 5.0
 """SGLANG_TIMEOUT_KEEP_ALIVE."""
+_SHUTDOWN_S = 0.1
+"""For turns under way when the end comes at once; `drain` is what waits for them."""
 _BODY_MAX_BYTES = 256 * 1024 * 1024
 _TICK_S = 0.02
 
@@ -79,7 +81,13 @@ class Engine:
         app = web.Application(middlewares=[errors], client_max_size=_BODY_MAX_BYTES)
         app.add_routes(routes(self))
         app.on_response_prepare.append(self._prepare)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_KEEP_ALIVE_S)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=_KEEP_ALIVE_S,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True, backlog=1024)
         await site.start()

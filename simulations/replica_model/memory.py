@@ -100,7 +100,8 @@ class Memory:
     def admits(self, need_tokens: int, in_pass: Iterable[tuple[Seat, int]]) -> bool:
         """Whether one more turn may be promised `need_tokens`. They are summed only where a bound leaves it open."""
         have = self.obtainable_pages() * self._page
-        have -= sum(reserve_of(seat.allowed) for seat, _ in in_pass)
+        for seat, _ in in_pass:
+            have -= reserve_of(seat.allowed)
         batch, ratio = self._batch, self.ratio.value
         if need_tokens <= have - ratio * batch.reserve_cap:
             return True
@@ -110,15 +111,15 @@ class Memory:
 
     def steps_that_fit(self, steps: int) -> int:
         """As many of `steps` as the running batch's KV can grow by, after evicting what it must; 0 if not one."""
-        batch = self._batch
+        batch, cache = self._batch, self.cache
         while True:
-            short = batch.held_pages(steps) - batch.held_pages() - self.free_pages()
+            short = batch.held_pages(steps) + self.prefill_pages + cache.device_pages - self._capacity
             if short <= 0:
                 return steps
             if steps > _TIGHT_STEPS:
                 steps = _TIGHT_STEPS
                 continue
-            if self.cache.evict(short) >= short:
+            if cache.evict(short) >= short:
                 return steps
             steps //= 2
             if not steps:

@@ -183,8 +183,10 @@ class PrefixCache:
             used_s, _, node = heappop(heap)
             if node.used_s != used_s or not self._device_leaf(node):
                 continue
-            cut = _last_cut(node, node.start + node.device)
-            freed += node.start + node.device - cut
+            # The node stays the oldest until it is gone, so as many cuts as are needed go at once.
+            end = node.start + node.device
+            cut = _last_cut(node, max(end - (pages - freed), node.start) + 1)
+            freed += end - cut
             self._shrink_device(node, cut - node.start)
         self.evicted_device_pages += freed
         return freed
