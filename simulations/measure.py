@@ -108,7 +108,7 @@ class Measured:
         self.errors = 0
 
     def add(self, result: TurnResult, gaps_s: Iterable[float] = ()) -> None:
-        """A turn ended; `gaps_s` are the times between its output events."""
+        """A turn ended; `gaps_s` are the times between its output tokens."""
         self.results.append(result)
         if result.error is not None:
             self.errors += 1

@@ -21,6 +21,7 @@ _INK: Final = "#333333"
 _BLUE: Final = "#2c6fbb"
 _ORANGE: Final = "#d1731f"
 _GREY: Final = "#9aa5b1"
+_TITLE: Final[dict[str, Any]] = {"loc": "left", "fontsize": 10, "color": _INK}
 
 
 class PictureUnavailable(Exception):
@@ -38,16 +39,18 @@ def require() -> Any:
 def draw(path: Path, title: str, results: Sequence[TurnResult]) -> None:
     """Write the picture; the suffix of `path` says which format. Raises PictureUnavailable and OSError."""
     figure = require()(figsize=(10, 8.5), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=_INK)
+    end_s = max((each.sent_s for each in results), default=0.0) * 1.01 or 1.0
     times, hits, replicas = figure.subplots(3, 1, height_ratios=(3, 2, _bar_height(results)))
     done = [each for each in results if each.error is None]
     _times(times, done, [each for each in results if each.error is not None])
     _hits(hits, done)
     _replicas(replicas, done)
+    for axes in (times, hits):
+        axes.set_xlim(0, end_s)
     for axes in (times, hits, replicas):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=_INK, labelsize=9)
-        axes.title.set(fontsize=10, color=_INK)
     figure.savefig(path, dpi=120)
 
 
@@ -69,7 +72,7 @@ def _windows(results: Sequence[TurnResult]) -> list[tuple[float, list[TurnResult
 
 def _times(axes: Any, done: Sequence[TurnResult], failed: Sequence[TurnResult]) -> None:
     seen = [(each.sent_s, each.ttft_s) for each in done if each.ttft_s is not None]
-    axes.set_title("time to first token, by time of sending", loc="left")
+    axes.set_title("time to first token, by time of sending", **_TITLE)
     axes.set_ylabel("seconds (log)")
     if seen:
         axes.set_yscale("log")
@@ -92,12 +95,12 @@ def _times(axes: Any, done: Sequence[TurnResult], failed: Sequence[TurnResult]) 
             clip_on=False,
         )
     if seen or failed:
-        axes.legend(loc="upper right", fontsize=8, frameon=False, ncols=4)
+        axes.legend(loc="upper right", fontsize=8, frameon=False, ncols=4, markerscale=2)
     axes.grid(axis="y", alpha=0.25)
 
 
 def _hits(axes: Any, done: Sequence[TurnResult]) -> None:
-    axes.set_title("hit rate, by tokens", loc="left")
+    axes.set_title("hit rate, by tokens", **_TITLE)
     axes.set_xlabel("seconds since the start")
     told = [each for each in done if each.prompt_tokens]
     windows = _windows(told)
@@ -119,7 +122,7 @@ def _share(group: Sequence[TurnResult], *, infinite: bool = False) -> float:
 
 def _replicas(axes: Any, done: Sequence[TurnResult]) -> None:
     names = sorted({each.replica for each in done if each.replica is not None})
-    axes.set_title("turns per replica, and hit rate" if names else "no replica was named", loc="left")
+    axes.set_title("turns per replica, and hit rate" if names else "no replica was named", **_TITLE)
     counts = [sum(each.replica == name for each in done) for name in names]
     bars = axes.barh(names, counts, color=_BLUE, height=0.65)
     rates = [_share([each for each in done if each.replica == name]) for name in names]

@@ -137,7 +137,8 @@ def replay(
     if json_file is not None:
         json_file.write_text(json.dumps(as_plain(report, figures), indent=2) + "\n", encoding="utf-8")
     if plot is not None:
-        picture.draw(plot, f"{trace}: {figures['turns']:,} turns", run.measured.results)
+        title = f"{Path(trace).name} → {url}: {figures['turns']:,} turns, {figures['errors']:,} errors"
+        picture.draw(plot, title, run.measured.results)
     raise typer.Exit(1 if figures["errors"] or not figures["turns"] else 0)
 
 

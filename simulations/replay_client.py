@@ -1,4 +1,8 @@
-"""One turn over HTTP: send the body, read the stream, note when each piece of output came."""
+"""One turn over HTTP: send the body, read the stream, note when each piece of output came.
+
+Servers put several tokens into an event when they speculate or fall behind. The time between two events is therefore
+divided by the tokens an event of that reply holds on average.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,7 @@ class Answer:
     ttft_s: float | None = None
     duration_s: float = 0.0
     gaps_s: array[float] = field(default_factory=lambda: array("f"))
+    """Between output tokens, one for each event after the first."""
 
 
 class Client:
@@ -116,6 +121,9 @@ class Client:
             events, last = reader.output_events, now
         reader.finish()
         answer.usage = reader.usage
+        said = reader.usage.output_tokens or 0
+        if said > events:  # several tokens an event: what is between two events is between that many tokens
+            answer.gaps_s = array("f", (gap_s * events / said for gap_s in answer.gaps_s))
         if reader.error is not None:
             answer.error = reader.error
         elif not reader.terminal:

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,29 @@ async def test_every_dialect_is_played_and_counted(dialect: Dialect) -> None:
     assert figures["output_tokens"] == 12
     assert figures["ttft_s"] is not None
     assert figures["ttft_s"]["count"] == 6
+
+
+async def test_time_between_tokens_is_shared_by_the_tokens_of_an_event() -> None:
+    """Two events that the usage says were eight tokens: each gap is a quarter of what lies between the events."""
+    held = asyncio.Event()
+
+    async def speculative(visit: Visit) -> None:
+        told = events(Dialect.CHAT, "r", 10)
+        await visit.begin()
+        await visit.chunk(told[0])
+        with suppress(TimeoutError):
+            await asyncio.wait_for(held.wait(), 0.2)
+        await visit.chunk(told[1])
+        await visit.chunk(told[2].replace(b'"completion_tokens": 2', b'"completion_tokens": 8'))
+        await visit.chunk(told[3])
+        await visit.end()
+
+    async with replicas(1, script=speculative) as [replica], Client.session() as http:
+        answer = await Client(http, replica.url, Dialect.CHAT).ask(b'{"stream": true}', {})
+    assert answer.error is None
+    assert answer.usage.output_tokens == 8
+    assert answer.ttft_s is not None
+    assert 0 < answer.gaps_s[0] <= 1.001 * (answer.duration_s - answer.ttft_s) / 4
 
 
 async def test_fewer_tokens_have_the_same_shape() -> None:
