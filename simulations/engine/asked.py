@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,18 +62,30 @@ def decoded(data: bytes) -> dict[str, Any]:
 
 
 def read(path: str, body: dict[str, Any], served_model: str) -> Asked:
-    """Read a turn. Raises `Fault` for what SGLang refuses; TypeError and the like never get out."""
-    try:
+    """Read a turn. Raises `Fault` for what SGLang refuses, and for whatever has not the shape it should have."""
+    with _shaped():
         asked = _READERS[path](path, body)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Fault(f"1 validation error:\n {type(error).__name__}") from None
     if path == RESPONSES and asked.model != served_model:
         raise Fault(f"The model '{asked.model}' does not exist.", 404)
     return replace(asked, model=served_model) if path == GENERATE else asked
 
 
 def chat_prompt(path: str, body: dict[str, Any]) -> bytes:
-    """The prompt of a chat-like request alone, for counting."""
+    """The prompt of a chat-like request alone, for counting. Raises `Fault`."""
+    with _shaped():
+        return _chat_prompt(path, body)
+
+
+@contextmanager
+def _shaped() -> Iterator[None]:
+    """A body that is nested differently than any reader expects is the client's fault."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Fault(f"1 validation error:\n {type(error).__name__}") from None
+
+
+def _chat_prompt(path: str, body: dict[str, Any]) -> bytes:
     if path == MESSAGES:
         _check_thinking(body)
         messages, tools = from_messages(body)
@@ -91,7 +104,7 @@ def _chat(path: str, body: dict[str, Any]) -> Asked:
     if isinstance(body.get("input_ids"), list):
         prompt = tokens.bytes_of_ids(body["input_ids"])
     else:
-        prompt = chat_prompt(path, body)
+        prompt = _chat_prompt(path, body)
     return _asked(path, body, body.get("model") or "default", prompt, limit)
 
 
@@ -105,7 +118,7 @@ def _messages(path: str, body: dict[str, Any]) -> Asked:
     for key in ("model", "max_tokens", "messages"):
         if key not in body:
             raise Fault(f"{key}: Field required")
-    return _asked(path, body, str(body["model"]), chat_prompt(path, body), _whole(body, "max_tokens"))
+    return _asked(path, body, str(body["model"]), _chat_prompt(path, body), _whole(body, "max_tokens"))
 
 
 def _responses(path: str, body: dict[str, Any]) -> Asked:
@@ -114,7 +127,7 @@ def _responses(path: str, body: dict[str, Any]) -> Asked:
         raise Fault("model: Field required")
     if body.get("previous_response_id"):
         raise Fault("Response store is disabled; previous_response_id cannot be used.")
-    return _asked(path, body, model, chat_prompt(path, body), _whole(body, "max_output_tokens"), rid="request_id")
+    return _asked(path, body, model, _chat_prompt(path, body), _whole(body, "max_output_tokens"), rid="request_id")
 
 
 def _generate(path: str, body: dict[str, Any]) -> Asked:
