@@ -189,9 +189,13 @@ async def read_body(request: web.BaseRequest, max_bytes: int, stall_s: float = 6
             _ask_for_body(request)
             if length is None:
                 return await _read_unannounced(content, max_bytes, stall_s)
-            # All of it may wait in the reader: one wake-up at its end instead of one per read.
+            # All of it may wait in the reader: one wake-up at its end instead of one per read. What came before this
+            # may have paused reading already, and only taking it out resumes that (aiohttp 3.14.5 `StreamReader`).
             content.set_read_chunk_size(length)
+            begun = content.read_nowait()
             await _until_eof(content, stall_s)
+            rest = content.read_nowait()
+            return begun + rest if begun else rest
         return content.read_nowait()
     except TimeoutError:
         raise MalformedRequest("the body stopped coming") from None
