@@ -196,6 +196,16 @@ async def test_chunked_uploads() -> None:
 
 
 @on_both_loops
+async def test_large_bodies_one_after_the_other() -> None:
+    """So much of a body may come before its handler runs that reading was paused; the rest comes all the same."""
+    body = random.Random(7).randbytes(900_000)
+    async with relaying(_echo) as (relay, _), Client.to(relay.port) as client, asyncio.timeout(20):
+        for _ in range(4):
+            await client.post(body)
+            assert (await client.answer()).body == body
+
+
+@on_both_loops
 async def test_bodies_beyond_the_limit() -> None:
     """Announced ones are refused before a byte is read, others once they exceed it; neither reaches a replica."""
     async with relaying(_echo, None, ClientLimits(linger_s=0.2), body_max_bytes=1000) as (relay, replica):
