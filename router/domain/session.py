@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
-__all__ = ["Binding", "Boundary", "Branch", "Residue", "Session"]
+__all__ = ["NO_CHAIN", "Binding", "Boundary", "Branch", "Chain", "Residue", "Session"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,47 @@ class Boundary(NamedTuple):
     hash: str
     """32 hex digits of the chained xxh3_128."""
     text_bytes: int
+
+
+class Chain(Sequence[Boundary]):
+    """The boundaries of one prompt, in order.
+
+    Two tuples of plain values rather than one of objects: hundreds of boundaries a turn would otherwise be most of what
+    the garbage collector walks.
+    """
+
+    __slots__ = ("hashes", "sizes")
+
+    def __init__(self, hashes: Sequence[str] = (), sizes: Sequence[int] = ()) -> None:
+        """Boundary hashes and the text bytes before each."""
+        self.hashes = tuple(hashes)
+        self.sizes = tuple(sizes)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    @overload
+    def __getitem__(self, at: int) -> Boundary: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Chain: ...
+
+    def __getitem__(self, at: int | slice) -> Boundary | Chain:
+        if isinstance(at, slice):
+            return Chain(self.hashes[at], self.sizes[at])
+        return Boundary(self.hashes[at], self.sizes[at])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chain) and self.hashes == other.hashes and self.sizes == other.sizes
+
+    def __hash__(self) -> int:
+        return hash(self.hashes)
+
+    def __repr__(self) -> str:
+        return f"Chain({list(self)!r})"
+
+
+NO_CHAIN = Chain()
 
 
 @dataclass(frozen=True, slots=True)

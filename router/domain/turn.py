@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.domain.session import Boundary
+from router.domain.session import NO_CHAIN, Chain
 
 __all__ = ["Dialect", "Facts", "Turn"]
 
@@ -31,7 +31,7 @@ class Facts:
     tenant: str
     session: str | None
     """Tenant-scoped session key, or None for a keyless client."""
-    chain: tuple[Boundary, ...] = ()
+    chain: Chain = NO_CHAIN
     """Every message boundary of the prompt, in order; the last is the prompt's end."""
     head: int = 0
     """How many leading boundaries belong to system messages (tools and system prompt)."""

@@ -27,7 +27,7 @@ from router.lifecycle.recent import Recent, Record
 from router.lifecycle.settling import WAITING_TOKENS_MIN, Held, Settling
 from router.placement.cost import Rates, Tuning, branch_weight, rates_of
 from router.placement.decide import decide, turn_of
-from router.placement.lineage import Lineage, apart, ask_for, heads_of, kept_tips, trace
+from router.placement.lineage import Lineage, apart, ask_for, head_of, heads_of, kept_tips, trace
 from router.ports import Clock, Store
 from router.telemetry.events import Observer, TurnStarted
 
@@ -167,7 +167,7 @@ class Placing:
         snapshot = fleet.snapshot(nothing, blind=True)
         lineage = trace(facts, nothing, turn_id)
         if facts.session is None and facts.chain:
-            root = facts.chain[min(facts.head, len(facts.chain) - 1)].hash
+            root = facts.chain.hashes[min(facts.head, len(facts.chain) - 1)]
             lineage = replace(lineage, session=root)
         home = self._recall(facts)
         if home is not None:
@@ -187,7 +187,7 @@ class Placing:
                 del self._homes[next(iter(self._homes))]
 
     def _recall(self, facts: Facts) -> Binding | None:
-        known = (self._homes.get(boundary.hash) for boundary in reversed(facts.chain))
+        known = (self._homes.get(boundary) for boundary in reversed(facts.chain.hashes))
         return next((home for home in known if home is not None), None)
 
     def _hold(
@@ -207,7 +207,9 @@ class Placing:
             at_s=snapshot.now_s,
             fleet=fleet.name,
             policy=fleet.spec.policy,
-            facts=facts,
+            dialect=facts.dialect,
+            session_source=facts.session_source,
+            boundaries=len(facts.chain),
             lineage=lineage,
             turn=turn,
             placed=placed,
@@ -240,13 +242,13 @@ class Placing:
             version=known.version if known is not None else None,
             home=placed.binding,
             tip=tip,
-            tips=kept_tips(known, tip, self._limits.tips_kept),
+            tips=kept_tips(lineage, self._limits.tips_kept),
             weight=branch_weight(turn.prompt_tokens),
             text_bytes=lineage.tip.text_bytes if lineage.tip is not None else 0,
             crowd_half_life_s=self._tuning.crowd_half_life_s,
             observed_in_flight=observed,
             slack=slack or 0,
-            head=ask_for(facts).head,
+            head=head_of(facts),
             heads_of=heads_of(facts),
             session_home=placed.binding if sticky else None,
             branch_ttl_s=self._limits.branch_ttl_s,

@@ -8,7 +8,7 @@ from typing import Any
 
 from router.domain.decision import Cost, Placed
 from router.domain.outcome import Outcome
-from router.domain.turn import Facts, Turn
+from router.domain.turn import Dialect, Turn
 from router.placement.lineage import Lineage
 
 __all__ = ["Recent", "Record", "explain"]
@@ -21,7 +21,10 @@ class Record:
     at_s: float
     fleet: str
     policy: str
-    facts: Facts
+    dialect: Dialect
+    session_source: str
+    boundaries: int
+    """How many the prompt has."""
     lineage: Lineage
     turn: Turn
     placed: Placed
@@ -49,15 +52,15 @@ class Recent:
 
 def explain(record: Record) -> dict[str, Any]:
     """A decision as the admin API shows it: seconds, tokens, ids that are digests."""
-    facts, turn, placed, outcome = record.facts, record.turn, record.placed, record.outcome
+    turn, placed, outcome = record.turn, record.placed, record.outcome
     return {
         "at_s": round(record.at_s, 3),
         "turn": turn.id,
         "fleet": record.fleet,
         "policy": record.policy,
-        "dialect": facts.dialect.value,
+        "dialect": record.dialect.value,
         "session": turn.session,
-        "session_source": facts.session_source,
+        "session_source": record.session_source,
         "branch": record.lineage.branch,
         "fork": turn.fork,
         "replica": placed.replica,
@@ -66,7 +69,7 @@ def explain(record: Record) -> dict[str, Any]:
         "blind": record.blind,
         "store_calls": record.store_calls,
         "place_s": round(record.place_s, 6),
-        "boundaries": len(facts.chain),
+        "boundaries": record.boundaries,
         "prompt_tokens": turn.prompt_tokens,
         "shared_tokens": turn.shared_tokens,
         "predicted_cached_tokens": placed.cached_tokens,

@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from router.domain.errors import MalformedRequest
-from router.domain.session import Boundary
+from router.domain.session import NO_CHAIN, Chain
 from router.domain.turn import Dialect, Facts
 from router.placement.prefix import ITEM_KEYS_UNSEEN, Canon, chain_messages, chain_text, chain_token_ids, seed
 
@@ -70,7 +70,7 @@ class Identity:
         session, source = self._from_headers(tenant, headers)
         if dialect is Dialect.OTHER or encoded or not body:
             model = None if encoded else _peek_model(body)
-            return Facts(dialect, model, stream=False, tenant=tenant, session=session, session_source=source, chain=())
+            return Facts(dialect, model, stream=False, tenant=tenant, session=session, session_source=source)
         fields = self._read(dialect, body)
         if session is None:
             session, source = self._from_fields(tenant, fields)
@@ -119,7 +119,7 @@ class Identity:
                 return session_key(tenant, value.encode("utf-8", "surrogatepass")), ".".join(path)
         return None, "none"
 
-    def _chain(self, dialect: Dialect, fields: Any, tenant: str, model: str) -> tuple[tuple[Boundary, ...], int]:
+    def _chain(self, dialect: Dialect, fields: Any, tenant: str, model: str) -> tuple[Chain, int]:
         tools = bytes(fields.tools)
         if tools in (b"null", b"[]") or _chooses_no_tools(fields.tool_choice):
             tools = b""
@@ -282,7 +282,7 @@ def _role(raw: msgspec.Raw) -> str:
         return ""
 
 
-def _raw_prompt(start: bytes, fields: Any) -> tuple[Boundary, ...]:
+def _raw_prompt(start: bytes, fields: Any) -> Chain:
     for raw in (fields.prompt, fields.text, fields.input_ids):
         data = bytes(raw)
         if data in _NULLISH:
@@ -296,7 +296,7 @@ def _raw_prompt(start: bytes, fields: Any) -> tuple[Boundary, ...]:
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             return chain_token_ids(start, value)
         return chain_text(start, data)
-    return ()
+    return NO_CHAIN
 
 
 def _string(raw: msgspec.Raw) -> str | None:

@@ -22,12 +22,14 @@ from router.domain.session import Boundary, Branch
 from router.domain.shared import Ask, View
 from router.domain.turn import Facts
 
-__all__ = ["Lineage", "apart", "ask_for", "heads_of", "kept_tips", "own", "trace"]
+__all__ = ["Lineage", "apart", "ask_for", "head_of", "heads_of", "kept_tips", "own", "trace"]
 
 NEWEST_TIPS: Final = 4
 """Tips kept without gaps; older ones thin out."""
 OWN_BOUNDARIES: Final = 16
 """Deepest boundaries that are also looked for as the session's own: more than one turn adds."""
+ASKED_MAX: Final = 96
+"""Deepest boundaries that are looked for at all: some thirty turns back. Whoever rewinds further is met by the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Lineage:
     """Prompt text in common with `parent`."""
     tip: Boundary | None
     """The end of this prompt, by which the next turn finds the branch."""
+    side_tip: Boundary | None = None
+    """Where the prompt's last message begins; see `_side_tip`."""
     keeps_tip: bool = True
     """False where no later turn will find the branch by `tip`: rivals hold it."""
 
@@ -61,32 +65,39 @@ def heads_of(facts: Facts) -> str:
     return facts.session or f"keyless/{facts.tenant}"
 
 
+def head_of(facts: Facts) -> str | None:
+    """The boundary after the leading system messages."""
+    return facts.chain.hashes[facts.head - 1] if 0 < facts.head <= len(facts.chain) else None
+
+
 def ask_for(facts: Facts) -> Ask:
     """What to ask the store about a turn."""
-    chain = facts.chain
-    return Ask(
-        session=heads_of(facts),
-        boundaries=tuple(boundary.hash for boundary, _ in _met_by(facts)),
-        head=chain[facts.head - 1].hash if 0 < facts.head <= len(chain) else None,
-        response_id=facts.refers_to,
-    )
+    hashes = facts.chain.hashes
+    deepest = list(reversed(hashes[-ASKED_MAX:]))
+    if facts.session is not None:
+        own_ones = [_own_hash(each, facts.session) for each in deepest[:OWN_BOUNDARIES]]
+        paired = [each for pair in zip(own_ones, deepest, strict=False) for each in pair]
+        deepest = paired + deepest[len(own_ones) :]
+    return Ask(session=heads_of(facts), boundaries=tuple(deepest), head=head_of(facts), response_id=facts.refers_to)
 
 
 def own(boundary: Boundary, session: str) -> Boundary:
-    """A boundary as one session's own, where another session holds the boundary itself."""
-    return Boundary(xxh3_128_hexdigest(f"{boundary.hash}/{session}".encode()), boundary.text_bytes)
+    """A boundary as one session's own: nobody else can meet it."""
+    return Boundary(_own_hash(boundary.hash, session), boundary.text_bytes)
 
 
-def _met_by(facts: Facts) -> list[tuple[Boundary, bool]]:
-    """By which boundaries a turn may be met, deepest first, and whether each is the prompt's end."""
-    last = len(facts.chain) - 1
-    met: list[tuple[Boundary, bool]] = []
-    for index in range(last, -1, -1):
-        boundary = facts.chain[index]
-        if facts.session is not None and index > last - OWN_BOUNDARIES:
-            met.append((own(boundary, facts.session), index == last))
-        met.append((boundary, index == last))
-    return met
+def _own_hash(boundary: str, session: str) -> str:
+    return xxh3_128_hexdigest(f"{boundary}/{session}".encode())
+
+
+def _met(facts: Facts, depth: int) -> tuple[Boundary, bool]:
+    """The boundary at an index of `ask_for`'s boundaries, and whether it is the prompt's end."""
+    pairs = min(OWN_BOUNDARIES, len(facts.chain)) if facts.session is not None else 0
+    back = depth // 2 if depth < 2 * pairs else depth - pairs
+    boundary = facts.chain[len(facts.chain) - 1 - back]
+    if facts.session is not None and depth < 2 * pairs and depth % 2 == 0:
+        boundary = own(boundary, facts.session)
+    return boundary, back == 0
 
 
 def trace(facts: Facts, view: View, turn: str) -> Lineage:
@@ -94,11 +105,12 @@ def trace(facts: Facts, view: View, turn: str) -> Lineage:
     tip = facts.chain[-1] if facts.chain else None
     known = view.branch
     if known is not None and view.depth is not None:
-        met, again = _met_by(facts)[view.depth]
+        met, again = _met(facts, view.depth)
         same_session = facts.session is None or facts.session == known.session
         at_tip = bool(known.tips) and known.tips[0].hash == met.hash
         if same_session and (known.in_flight == 0 or at_tip or again):
-            return Lineage(known.id, known.session, known, known, met.text_bytes, met if again else tip)
+            tip = met if again else tip
+            return Lineage(known.id, known.session, known, known, met.text_bytes, tip, _side_tip(facts))
         fork = _fork(facts, tip, turn, known, met.text_bytes)
         return replace(fork, tip=own(met, fork.session)) if again else fork
     if view.head_branch is not None:
@@ -106,11 +118,20 @@ def trace(facts: Facts, view: View, turn: str) -> Lineage:
     return _fork(facts, tip, turn, None, 0)
 
 
+def _side_tip(facts: Facts) -> Boundary | None:
+    """Where the prompt's last message begins, as the session's own: a client that sends the turn again with another
+    last message (many questions to one long context, an edited prompt) is met there.
+    """
+    if facts.session is None or len(facts.chain) - 2 < max(facts.head, 0):
+        return None
+    return own(facts.chain[-2], facts.session)
+
+
 def _fork(facts: Facts, tip: Boundary | None, turn: str, parent: Branch | None, shared_bytes: int) -> Lineage:
     root = tip.hash if tip is not None else turn
     session = facts.session or xxh3_128_hexdigest(f"anonymous/{facts.tenant}/{root}".encode())[:24]
     branch = xxh3_128_hexdigest(f"{session}/{root}".encode())
-    return Lineage(branch, session, None, parent, shared_bytes, tip)
+    return Lineage(branch, session, None, parent, shared_bytes, tip, _side_tip(facts))
 
 
 def apart(lineage: Lineage, turn: str) -> Lineage:
@@ -119,13 +140,17 @@ def apart(lineage: Lineage, turn: str) -> Lineage:
     return replace(lineage, branch=branch, known=None, keeps_tip=False)
 
 
-def kept_tips(known: Branch | None, tip: Boundary | None, limit: int) -> tuple[Boundary, ...]:
-    """The tips a branch keeps once `tip` is its newest: the last few, then ever sparser ones, so that a fork from far
-    back still finds its branch and a long conversation keeps at most `limit`.
+def kept_tips(lineage: Lineage, limit: int) -> tuple[Boundary, ...]:
+    """The tips a branch keeps once the turn is placed: its end, its side tip, then the branch's older ones, the last
+    few and ever sparser further back, so that a fork from far back still finds its branch and a long conversation
+    keeps at most `limit`.
     """
-    older = [] if known is None else [old for old in known.tips if tip is None or old.hash != tip.hash]
-    tips = ([tip] if tip is not None else []) + older
-    return tuple(_thin(tips, limit))
+    if not lineage.keeps_tip:
+        return ()
+    newest = [each for each in (lineage.tip, lineage.side_tip) if each is not None]
+    hashes = {each.hash for each in newest}
+    older = [] if lineage.known is None else [old for old in lineage.known.tips if old.hash not in hashes]
+    return tuple(_thin(newest + older, limit))
 
 
 def _thin(tips: list[Boundary], limit: int) -> list[Boundary]:

@@ -24,7 +24,7 @@ from typing import Any, Final
 import msgspec
 from xxhash import xxh3_128_digest
 
-from router.domain.session import Boundary
+from router.domain.session import Chain
 
 __all__ = ["Canon", "chain_messages", "chain_text", "chain_token_ids", "seed"]
 
@@ -83,38 +83,35 @@ class Canon:
         return found
 
 
-def chain_messages(
-    start: bytes, start_bytes: int, messages: Iterable[bytes | memoryview], canon: Canon
-) -> tuple[Boundary, ...]:
+def chain_messages(start: bytes, start_bytes: int, messages: Iterable[bytes | memoryview], canon: Canon) -> Chain:
     """A boundary after each message. `start_bytes` is the text that precedes them all (the tools)."""
-    chain = []
+    hashes: list[str] = []
+    sizes: list[int] = []
     link = start
     total = start_bytes
     for raw in messages:
         digest, size = canon.digest(raw)
         link = xxh3_128_digest(link + digest)
         total += size
-        chain.append(Boundary(link.hex(), total))
-    return tuple(chain)
+        hashes.append(link.hex())
+        sizes.append(total)
+    return Chain(hashes, sizes)
 
 
-def chain_text(start: bytes, text: bytes) -> tuple[Boundary, ...]:
-    """A boundary after each full grid cell of a raw prompt; a prompt shorter than one cell has one boundary, its
-    end.
-    """
-    chain: list[Boundary] = []
+def chain_text(start: bytes, text: bytes) -> Chain:
+    """A boundary after each full grid cell of a raw prompt; a prompt shorter than one cell has one, its end."""
+    ends = range(CELL_BYTES, len(text) + 1, CELL_BYTES)
+    if not ends:
+        return Chain((xxh3_128_digest(start + text).hex(),), (len(text),))
+    hashes: list[str] = []
     link = start
-    at = 0
-    while at + CELL_BYTES <= len(text):
-        link = xxh3_128_digest(link + text[at : at + CELL_BYTES])
-        at += CELL_BYTES
-        chain.append(Boundary(link.hex(), at))
-    if not chain:
-        chain.append(Boundary(xxh3_128_digest(start + text).hex(), len(text)))
-    return tuple(chain)
+    for end in ends:
+        link = xxh3_128_digest(link + text[end - CELL_BYTES : end])
+        hashes.append(link.hex())
+    return Chain(hashes, ends)
 
 
-def chain_token_ids(start: bytes, ids: Sequence[int]) -> tuple[Boundary, ...]:
+def chain_token_ids(start: bytes, ids: Sequence[int]) -> Chain:
     """As `chain_text`, for a prompt given as token ids (each counts as `TOKEN_BYTES` of text)."""
     packed = b"".join(
         i.to_bytes(TOKEN_BYTES, "little", signed=True) if -(2**31) <= i < 2**31 else b"\xff" * TOKEN_BYTES for i in ids

@@ -24,7 +24,7 @@ from router.domain.turn import Dialect, Facts
 from router.placement.cost import Tuning, rates_of
 from router.placement.decide import decide, turn_of
 from router.placement.identity import Identity, Rules
-from router.placement.lineage import Lineage, ask_for, kept_tips, trace
+from router.placement.lineage import Lineage, ask_for, head_of, kept_tips, trace
 from router.settings import Settings
 from router.store.embedded import EmbeddedValkey
 from router.store.redis import RedisStore
@@ -92,9 +92,9 @@ def claim_for(facts: Facts, lineage: Lineage, replica: str, number: int) -> Clai
     return Claim(
         lease=f"lease-{number}", replica=replica, incarnation="life", prefill_tokens=0, locked_tokens=100_000,
         branch=lineage.branch, session=lineage.session, version=known.version if known is not None else None,
-        home=Binding(replica, "life"), tip=lineage.tip, tips=kept_tips(known, lineage.tip, 16), weight=1.0,
+        home=Binding(replica, "life"), tip=lineage.tip, tips=kept_tips(lineage, 10), weight=1.0,
         text_bytes=lineage.tip.text_bytes if lineage.tip is not None else 0, crowd_half_life_s=300.0,
-        head=ask_for(facts).head,
+        head=head_of(facts),
     )  # fmt: skip
 
 

@@ -13,7 +13,17 @@ from router.domain.shared import View
 from router.domain.turn import Facts
 from router.placement.cost import Tuning, rates_of
 from router.placement.decide import turn_of
-from router.placement.lineage import NEWEST_TIPS, Lineage, apart, ask_for, kept_tips, own, trace
+from router.placement.lineage import (
+    ASKED_MAX,
+    NEWEST_TIPS,
+    OWN_BOUNDARIES,
+    Lineage,
+    apart,
+    ask_for,
+    kept_tips,
+    own,
+    trace,
+)
 from tests.fakes import prompt, unread
 from tests.fleet_world import fleet, replica
 
@@ -131,7 +141,7 @@ def test_prompts_that_were_not_read_are_branches_named_by_their_turn() -> None:
     assert one.branch != two.branch
     assert one.session == two.session == unread().session
     assert one.tip is None
-    assert kept_tips(None, None, 16) == ()
+    assert kept_tips(one, 16) == ()
 
 
 def test_apart_is_a_new_branch_with_the_same_parent() -> None:
@@ -189,6 +199,11 @@ def test_a_rewind_shares_less_than_the_branch_had() -> None:
 # --- the boundaries a branch keeps ------------------------------------------------------------------------------------
 
 
+def came(branch: Branch | None, tip: Boundary | None, side_tip: Boundary | None = None) -> Lineage:
+    """A turn of `branch` that ends at `tip`."""
+    return Lineage("b", "s", branch, branch, 0, tip, side_tip)
+
+
 @pytest.mark.parametrize("limit", [1, 2, 5, 16])
 @FEW
 @given(growth=st.lists(st.integers(1, 50_000), min_size=1, max_size=60))
@@ -199,7 +214,7 @@ def test_kept_tips_are_few_newest_first_and_distinct(limit: int, growth: list[in
     for number, grown in enumerate(growth):
         total += grown
         tip = Boundary(f"{number:032x}", total)
-        tips = kept_tips(branch, tip, limit)
+        tips = kept_tips(came(branch, tip), limit)
         assert tips[0] == tip
         assert len(tips) <= limit
         order = [each.text_bytes for each in tips]
@@ -216,10 +231,46 @@ def test_kept_tips_are_few_newest_first_and_distinct(limit: int, growth: list[in
 @given(at=st.integers(0, 9))
 def test_a_tip_that_comes_again_moves_to_the_front(at: int) -> None:
     tips = tuple(Boundary(f"{number:032x}", 100 * number) for number in range(10, 0, -1))
-    kept = kept_tips(Branch("b", "s", tips=tips), tips[at], 16)
+    kept = kept_tips(came(Branch("b", "s", tips=tips), tips[at]), 16)
     assert kept == (tips[at], *tips[:at], *tips[at + 1 :])
 
 
-def test_without_a_tip_a_branch_keeps_what_it_has() -> None:
+def test_without_a_tip_of_its_own_a_branch_keeps_what_it_has() -> None:
     tips = (Boundary("a" * 32, 9), Boundary("b" * 32, 5))
-    assert kept_tips(Branch("b", "s", tips=tips), None, 16) == tips
+    assert kept_tips(came(Branch("b", "s", tips=tips), None), 16) == tips
+
+
+def test_another_last_message_continues_the_branch_it_shares_all_else_with() -> None:
+    """Many questions to one long context: met where the last message begins, by its own session only."""
+    first = trace(NEXT, view(), "t")
+    assert first.side_tip == own(NEXT.chain[-2], MINE)
+    tips = kept_tips(first, 16)
+    assert tips == (NEXT.chain[-1], first.side_tip)
+    idle = Branch(first.branch, first.session, version=1, turns=1, tips=tips)
+    asked = prompt("one", "reply", "quite another question")
+    depth = ask_for(asked).boundaries.index(tips[1].hash)
+    again = trace(asked, replace(view(idle), depth=depth), "t")
+    assert (again.known, again.shared_bytes) == (idle, NEXT.chain[-2].text_bytes)
+    busy = trace(asked, replace(view(replace(idle, in_flight=1)), depth=depth), "t")
+    assert (busy.known, busy.shared_bytes) == (None, NEXT.chain[-2].text_bytes)
+    other = prompt("one", "reply", "quite another question", session="other")
+    assert tips[1].hash not in ask_for(other).boundaries
+    assert trace(prompt("one", "reply", "two", session=None), view(), "t").side_tip is None
+
+
+def test_a_first_question_has_no_side_tip() -> None:
+    """All before it is the system prompt, which says nothing of the conversation."""
+    assert trace(FIRST, view(), "t").side_tip is None
+
+
+def test_the_store_is_asked_for_the_deepest_boundaries_only() -> None:
+    long = prompt(*(f"message {number}" for number in range(301)))
+    asked = ask_for(long).boundaries
+    assert len(asked) == ASKED_MAX + OWN_BOUNDARIES
+    for depth, expected in enumerate(asked):
+        assert (
+            expected in (long.chain[-1 - depth // 2].hash, own(long.chain[-1 - depth // 2], MINE).hash) or depth >= 32
+        )
+    known = Branch("b", long.session or "", tips=(long.chain[-41],))
+    met = trace(long, replace(view(known), depth=asked.index(long.chain[-41].hash)), "t")
+    assert met.shared_bytes == long.chain[-41].text_bytes

@@ -16,7 +16,7 @@ async def test_the_newest_come_first_and_the_oldest_are_forgotten() -> None:
         await world.serve(prompt(f"{number}"))
     records = world.recent.newest(100)
     assert len(records) == 5
-    assert records[0].facts.chain[-1] == prompt("4").chain[-1]
+    assert records[0].lineage.tip == prompt("4").chain[-1]
     kept = Recent(2)
     for record in reversed(records):
         kept.add(record)
