@@ -13,20 +13,21 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from router.domain.turn import Dialect
 from simulations.measure import Measured, TurnResult
 from simulations.measure_cache import InfiniteCache
 from simulations.prompt import BlockTexts, Prompt, TreePrompts
 from simulations.prompt_dialects import body
-from simulations.replay_client import Client
+from simulations.replay_client import Answer
 from simulations.replay_order import Order
 from simulations.trace import Ref, Tree
 
-__all__ = ["RECORDED", "Load", "Replay", "Wording"]
+__all__ = ["RECORDED", "Asks", "Load", "Replay", "Wording"]
 
 RECORDED = "trace"
 """In place of a rate: begin trees when the trace recorded them."""
@@ -70,11 +71,19 @@ class Wording:
         return max(round(self.block_tokens * self.token_scale), 1)
 
 
+class Asks(Protocol):
+    """What sends turns: `simulations.replay_client.Client`, or what stands for it where time is virtual."""
+
+    async def ask(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """One turn. Whatever goes wrong is in the answer's `error`."""
+        ...
+
+
 class Replay:
     """One replay; `run` once."""
 
     def __init__(
-        self, client: Client, load: Load, wording: Wording, *, progress: Callable[[], None] | None = None
+        self, client: Asks, load: Load, wording: Wording, *, progress: Callable[[], None] | None = None
     ) -> None:
         self.measured = Measured()
         self.in_flight = 0
@@ -86,6 +95,8 @@ class Replay:
         self._texts = BlockTexts(load.seed, wording.sent_block_tokens)
         self._infinite = InfiniteCache()
         self._stop = asyncio.Event()
+        self._seats: asyncio.TaskGroup
+        self._waiting: Iterator[Tree]
         self._random = random.Random(load.seed)  # noqa: S311 (arrivals need no secrecy)
         self._began = 0.0
         self._sent = 0
@@ -100,8 +111,9 @@ class Replay:
         try:
             async with asyncio.TaskGroup() as group:
                 if self._load.open_loop is None:
-                    for _ in range(self._load.sessions):
-                        group.create_task(self._seat(waiting))
+                    self._seats = group
+                    self._waiting = waiting
+                    self.grow(self._load.sessions, self._load.ramp_s)
                 else:
                     async for tree in self._arrivals(waiting):
                         group.create_task(self._play(tree))
@@ -109,10 +121,19 @@ class Replay:
             if ending is not None:
                 ending.cancel()
 
-    async def _seat(self, trees: Iterator[Tree]) -> None:
+    def stop(self) -> None:
+        """Send no turn from now on; those in flight end, and `run` with them."""
+        self._stop.set()
+
+    def grow(self, sessions: int, ramp_s: float) -> None:
+        """So many places more in the closed population, the first trees of which begin spread over `ramp_s`."""
+        for _ in range(sessions):
+            self._seats.create_task(self._seat(ramp_s))
+
+    async def _seat(self, ramp_s: float) -> None:
         """One place of a closed population."""
-        await self._pause(self._random.uniform(0.0, self._load.ramp_s))
-        for tree in trees:
+        await self._pause(self._random.uniform(0.0, ramp_s))
+        for tree in self._waiting:
             if self._stop.is_set():
                 return
             await self._play(tree)
