@@ -209,6 +209,7 @@ async def serve(
             limits=Limits(
                 attempts=settings.placement.attempts,
                 retries=settings.limits.retries,
+                refusal_s=settings.timeouts.refusal_s,
                 tips_kept=settings.store.boundaries_kept,
                 branch_ttl_s=settings.store.branch_ttl_s,
             ),

@@ -207,6 +207,11 @@ class BodyReader(Protocol):
         ...
 
     @property
+    def error_code(self) -> int | None:
+        """The HTTP status that the error stands for, where the engine told."""
+        ...
+
+    @property
     def response_id(self) -> str | None:
         """The id under which the engine may have stored the response."""
         ...

@@ -1,6 +1,7 @@
 """The life of a turn: fetch, decide, commit, stream, learn, settle. What was acquired is always settled.
 
 turn      one turn through its life
+opening   the beginning of a stream, held back for a moment
 placing   where it goes: fetch, decide, commit
 settling  what it holds, and how that is given back
 fleet     the replicas of one model: membership, what probes saw, the snapshot a decision reads

@@ -45,6 +45,8 @@ class Limits:
     """Decisions made anew because the world moved; the last heeds neither rivals nor how busy its replica is."""
     retries: int = 2
     """Further replicas tried when one fails before its head."""
+    refusal_s: float = 0.25
+    """How long the head of a stream waits for a refusal inside it; see `opening`. 0: not at all."""
     tips_kept: int = 10
     branch_ttl_s: float = 21_600.0
 

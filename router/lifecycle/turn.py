@@ -5,8 +5,8 @@ Rules kept here:
 - *What was acquired is always settled*, on every path: after a clean end, an error, a client that left, a cancellation.
   Settling runs as a task of its own that cancellation does not reach, and `drained` waits for all of them.
 - *A turn is tried elsewhere only while that is safe*: nobody listened, the connection broke before a byte of a
-  response, or the replica said it is full (503). Never twice on one replica, at most `retries` times, never after the
-  head went out.
+  response, or the replica said it is full, by its status or inside its stream (see `opening`). Never twice on one
+  replica, at most `retries` times, never after the head went out.
 - *A stream that ends without its terminal event* passes as it came, cleanly if it came so, but counts as broken.
 - *The client leaving is not an error of the replica*, and after the terminal event not an error at all (Codex closes
   its connection right after `response.completed`).
@@ -26,6 +26,7 @@ from router.domain.outcome import End, Outcome, Usage
 from router.domain.turn import Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.leases import Leases
+from router.lifecycle.opening import BUSY_STATUS, Opening, QueueFullError
 from router.lifecycle.placing import Attempts, Limits, Placing
 from router.lifecycle.recent import Recent
 from router.lifecycle.settling import Held, Settling
@@ -35,8 +36,7 @@ from router.telemetry.events import Observer
 
 __all__ = ["Turns"]
 
-BUSY_STATUS: Final = 503
-"""What SGLang answers when its queue is full (srt/managers/scheduler.py `_abort_on_queued_limit`)."""
+OK_STATUS: Final = 200
 
 ReaderFor = Callable[[Facts, ResponseHead], BodyReader]
 Label = Callable[[Placed, Turn], Sequence[tuple[bytes, bytes]]]
@@ -82,6 +82,7 @@ class Turns:
         self._reader_for = reader_for
         self._new_id = new_id
         self._retries = limits.retries
+        self._refusal_s = limits.refusal_s
         self._settling = Settling(store, clock, leases, observer, limits.branch_ttl_s)
         self._placing = Placing(store, clock, leases, self._settling, recent, observer, new_id, tuning, limits)
         self._under_way = 0
@@ -154,7 +155,14 @@ class Turns:
                 if next_place is not None:
                     return next_place
             end = End.UPSTREAM_BROKEN
-            await self._relay(held, facts, exchange, passage, client)
+            try:
+                await self._relay(held, facts, exchange, passage, client, attempts)
+            except QueueFullError:
+                end = End.UPSTREAM_ERROR
+                next_place = await self._elsewhere(held, facts, attempts, "busy")
+                if next_place is None:
+                    raise NotPlaced("every replica that could take the turn is full") from None
+                return next_place
             if exchange.head.status >= 400 or passage.reader.error is not None:
                 end = End.UPSTREAM_ERROR
             elif passage.reader.terminal:
@@ -178,24 +186,42 @@ class Turns:
         exchange: Exchange,
         passage: _Passage,
         client: _Client,
+        attempts: Attempts,
     ) -> None:
-        down = client.down
-        passage.reader = self._reader_for(facts, exchange.head)
+        down, head = client.down, exchange.head
+        passage.reader = self._reader_for(facts, head)
         client.reading(passage.reader)
-        down.start(exchange.head, client.label(held.record.placed, held.record.turn))
-        down.bind(exchange)
-        await exchange.relay(self._receiver(held, passage, down))
-        passage.reader.finish()
-        down.end()
+        placed, turn = held.record.placed, held.record.turn
+        opening = Opening(down, exchange, passage.reader, lambda: down.start(head, client.label(placed, turn)))
+        if self._refusal_s > 0 and facts.stream and head.status == OK_STATUS and self._another(held, attempts):
+            opening.wait(self._refusal_s)
+        else:
+            opening.open()
+        try:
+            await exchange.relay(self._receiver(held, passage, down, opening))
+            passage.reader.finish()
+            opening.open()
+            down.end()
+        finally:
+            opening.forget()
 
-    def _receiver(self, held: Held, passage: _Passage, down: Downstream) -> Callable[[bytes], None]:
+    def _another(self, held: Held, attempts: Attempts) -> bool:
+        """Whether another replica could take the turn, were it refused."""
+        left = (cost.replica for cost in held.record.placed.candidates if cost.replica not in attempts.tried)
+        return attempts.count <= self._retries and any(each != held.record.placed.replica for each in left)
+
+    def _receiver(self, held: Held, passage: _Passage, down: Downstream, opening: Opening) -> Callable[[bytes], None]:
         """What takes the body in, one call per read: no task wakes up for a chunk."""
         reader, fleet, clock = passage.reader, held.fleet, self._clock
         replica = held.record.placed.replica
 
         def receive(data: bytes) -> None:
-            down.write(data)
-            reader.feed(data)
+            if opening.closed:
+                reader.feed(data)
+                opening.keep(data)
+            else:
+                down.write(data)
+                reader.feed(data)
             passage.bytes_sent += len(data)
             fleet.bytes_came(replica)
             if passage.first_output_s is None and reader.first_output:
@@ -247,6 +273,7 @@ class _NoReader:
     output_events = 0
     terminal = False
     error: str | None = None
+    error_code: int | None = None
     response_id: str | None = None
     mid_event = False
     next_sequence: int | None = None

@@ -309,6 +309,12 @@ class Timeouts(Group):
         4.0,
         description="Seconds an idle connection to a replica is kept. 4: below the 5 s after which SGLang closes it.",
     )
+    refusal_s: Share = Field(
+        0.25,
+        description="Seconds that the head of a stream waits for output or for a refusal inside it, where another "
+        "replica could take the turn; 0 turns it off. 0.25: SGLang says within milliseconds that its queue is full, "
+        "but says so after a 200.",
+    )
     shutdown_grace_s: Share = Field(
         30.0, description="Seconds running turns get to finish at shutdown. 30: Kubernetes' default grace period."
     )

@@ -11,6 +11,7 @@ import pytest
 from router.domain.turn import Dialect
 from router.settings import Settings
 from tests.integration.conversations import Conversation
+from tests.integration.relay_rig import Client
 from tests.integration.replicas import DIALECTS, PATHS, Gate, Replica, Visit, replicas
 from tests.integration.roosts import Answer, Roost, running, settings_for, shared_store
 
@@ -236,6 +237,79 @@ async def test_a_full_replica_spills_one_turn_and_keeps_its_branch() -> None:
         asked.grow()
         back = await roost.turn(asked)
         assert (back.replica, back.reason) == (home.id, "home")
+
+
+# What SGLang 0.5.23 sends after its 200 when its queue is full, per dialect.
+REFUSALS = {
+    Dialect.CHAT: b'data: {"error": {"object": "error", "message": "The request queue is full.", '
+    b'"type": "SERVICE_UNAVAILABLE", "param": null, "code": 503}}\n\ndata: [DONE]\n\n',
+    Dialect.MESSAGES: b'event: message_start\ndata: {"type":"message_start","message":{"id":"m","usage":'
+    b'{"input_tokens":0,"output_tokens":0}}}\n\nevent: error\ndata: {"type":"error","error":'
+    b'{"type":"overloaded_error","message":"The request queue is full."}}\n\n'
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+    Dialect.RESPONSES: b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1"},'
+    b'"sequence_number":0}\n\nevent: response.failed\ndata: {"type":"response.failed","response":{"id":"resp_1",'
+    b'"status":"failed","error":{"code":"server_error","message":"The request queue is full."}},'
+    b'"sequence_number":1}\n\n',
+}
+
+
+@pytest.mark.parametrize("dialect", REFUSALS, ids=lambda dialect: dialect.value)
+async def test_a_refusal_inside_a_stream_spills_the_turn_unseen(dialect: Dialect) -> None:
+    """SGLang answers 200 before its scheduler has seen the turn; the client sees the other replica's stream only."""
+    async with replicas(2) as fleet, running(settings_for(fleet), fleet) as roost:
+        asked = Conversation("inside", dialect, stream=True)
+        home = home_of(await roost.turn(asked), fleet)
+
+        async def full(visit: Visit) -> None:
+            home.script = healthy
+            await visit.begin()
+            await visit.chunk(REFUSALS[dialect])
+            await visit.end()
+
+        healthy, home.script = home.script, full
+        asked.grow()
+        spilled = await roost.turn(asked)
+        assert (spilled.replica != home.id, spilled.reason) == (True, "spill")
+        assert b"queue is full" not in spilled.body
+        asked.grow()
+        assert (await roost.turn(asked)).replica == home.id
+
+
+async def test_a_head_waits_for_a_refusal_for_a_moment_only() -> None:
+    """Where another replica could take the turn; the client gets the head though no output comes."""
+    go_on = asyncio.Event()
+
+    async def silent(visit: Visit) -> None:
+        await visit.begin()
+        await go_on.wait()
+        await visit.chunk(b"data: [DONE]\n\n")
+        await visit.end()
+
+    async with (
+        replicas(2, script=silent) as fleet,
+        running(settings_for(fleet), fleet) as roost,
+        Client.to(roost.port) as client,
+    ):
+        await client.post(Conversation("silent", stream=True).body(), path="/v1/chat/completions")
+        assert (await client.head()).status == 200
+        go_on.set()
+        assert await client.chunk() == b"data: [DONE]\n\n"
+
+
+async def test_where_all_are_full_the_engines_refusal_passes() -> None:
+    """The last one tried has nobody to yield to: what it says inside its stream is the client's to read."""
+
+    async def full(visit: Visit) -> None:
+        await visit.begin()
+        await visit.chunk(REFUSALS[Dialect.CHAT])
+        await visit.end()
+
+    async with replicas(2, script=full) as fleet, running(settings_for(fleet), fleet) as roost:
+        asked = Conversation("all full", stream=True)
+        answer = await roost.request("POST", PATHS[Dialect.CHAT], asked.body(), asked.headers)
+        assert (answer.status, answer.body) == (200, REFUSALS[Dialect.CHAT])
+        assert [len(each.turns) for each in fleet] == [1, 1]
 
 
 async def test_a_fleet_that_is_full_says_so_in_the_engines_words() -> None:
