@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.sglang.client import Answer, Conversation, Stream, new_client
 from tests.sglang.conftest import StartRoost
@@ -115,25 +116,27 @@ async def _next_life(roost: Roost, home: Server, other: Server) -> None:
         assert (await scene.turn(again)).replica == home.id
 
 
-async def test_a_full_server_spills_to_the_other(pair: Pair, start_roost: StartRoost) -> None:
-    """Queue full, not streamed: the engine's 503 never reaches the client, the turn is served elsewhere, and the branch
-    keeps its home, where the next turn finds its KV.
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_a_full_server_spills_to_the_other(pair: Pair, start_roost: StartRoost, streamed: bool) -> None:
+    """Queue full: the engine's 503, or what it says inside its 200, never reaches the client, the turn is served
+    elsewhere, and the branch keeps its home, where the next turn finds its KV.
     """
+    dialects = (*_SPILLING, RESPONSES) if streamed else _SPILLING
     other, home = pair.ensure(tight=True)
     with start_roost((other, home)) as roost:
         async with new_client() as http:
             scene = Scene(roost, http, home, other)
-            conversations = [await scene.begin(f"spilled {dialect.name}", dialect) for dialect in _SPILLING]
+            conversations = [await scene.begin(f"spilled {dialect.name}", dialect) for dialect in dialects]
             # The head of /generate's stream comes at once, also while the turn waits in the queue.
             running = await scene.stream("running", GENERATE, max_tokens=5000)
             waiting = await scene.stream("waiting", GENERATE, max_tokens=5000, output=False)
             await asyncio.to_thread(eventually, lambda: home.running() == 2, 30, "one running, one waiting")
             for conversation in conversations:
-                answer = await scene.turn(conversation, stream=False, max_tokens=4)
+                answer = await scene.turn(conversation, stream=streamed, max_tokens=4)
                 assert (answer.replica, answer.reason) == (other.id, "spill"), conversation.name
                 tries = roost.decisions(answer.session)[1:]
                 assert [(d["replica"], d["attempt"], d["came_true"]["status"]) for d in tries] == [
-                    (home.id, 1, 503),
+                    (home.id, 1, 200 if streamed else 503),
                     (other.id, 2, 200),
                 ]
             running.leave()
