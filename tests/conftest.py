@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time: a run that fails, fails for what changed. `HYPOTHESIS_PROFILE=new` draws new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("new")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 _TESTS = Path(__file__).parent
 _MARKED_FOLDERS = ("harness", "sglang")

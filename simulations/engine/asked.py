@@ -159,6 +159,8 @@ def _asked(
 ) -> Asked:
     if limit is not None and limit < 1:
         raise Fault("max_tokens must be at least 1")
+    if not prompt:
+        raise Fault("The prompt is empty")
     options = body.get("stream_options") or {}
     given = body.get(rid)
     return Asked(
