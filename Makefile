@@ -2,6 +2,7 @@
 
 VENV   ?= .venv
 SHARED ?= ../shared
+DEMO_ARGS ?=
 # Extra arguments for pytest, e.g. PYTEST_ARGS="-n auto -k store".
 PYTEST_ARGS ?=
 # APT=no: never install redis-server, skip the tests that need it.
@@ -14,7 +15,7 @@ STAMP  := $(VENV)/.installed
 export UV_PYTHON_DOWNLOADS = never
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check format lint types layers lock redis-server test-harness test-sglang bench
+.PHONY: help install demo test check format lint types layers lock redis-server test-harness test-sglang bench
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +34,10 @@ $(STAMP): $(LOCKS) pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+
+# 130 is Ctrl-C: one of the two ways to leave it, and no error.
+demo: install ## Watch Roost before simulated replicas, in a minute (DEMO_ARGS="--once --json FILE").
+	@$(VENV)/bin/roost demo $(DEMO_ARGS) || { code=$$?; [ $$code = 130 ] || exit $$code; }
 
 test: install redis-server ## Run the tests (on a fresh machine: install first).
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from simulations.demo.versus import Compared
+from simulations.demo.programme import Compared
 
 __all__ = ["WIDTH", "Frame", "Reason", "Row", "Totals", "bar", "comparison", "plain", "render"]
 
@@ -181,10 +181,10 @@ def _totals(totals: Totals) -> Text:
     errors = "bold red" if totals.errors else ""
     text.append(f" {totals.turns:,} turns", style="bold")
     text.append(f"  {totals.errors} errors", style=errors)
-    text.append(f"  {totals.moves} moves")
     text.append(f"  hit rate {_rate(totals.hit_rate)} (infinite cache {_rate(totals.hit_rate_infinite)})")
     text.append(f"  TTFT p50 {_seconds(totals.ttft_p50_s)} p99 {_seconds(totals.ttft_p99_s)}\n")
-    text.append(" why turns went where they went:", style="dim")
+    text.append(f" {totals.moves} moves", style="bold")
+    text.append("  why turns went where they went:", style="dim")
     for why, count in totals.reasons:
         text.append(f"  {why}", style=_REASON_STYLES.get(why, "yellow"))
         text.append(f" {count:,}")

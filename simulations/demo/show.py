@@ -18,11 +18,11 @@ from router.placement.identity import ANONYMOUS, session_key
 from simulations import profiles, workload
 from simulations.demo.cast import THINK_MAX_S, Cast
 from simulations.demo.lookout import Lookout, Sight
+from simulations.demo.programme import POLICIES, SESSION_HEADER, Compared, Programme
 from simulations.demo.screen import Frame, Reason, Row, Totals
 from simulations.demo.stage import Stage, StageFailed, stage
 from simulations.demo.story import Act, Acts, Scene, caption
 from simulations.demo.tally import FIRST, Placement, Placements, Seats, spread_of
-from simulations.demo.versus import POLICIES, SESSION_HEADER, Compared, Programme
 from simulations.measure import percentile
 from simulations.replay import Load, Replay, Wording
 from simulations.replay_client import Client
@@ -277,7 +277,7 @@ class Show:
             newcomer_of_first=placements.newcomer_of_first,
             old_branches=placements.old_branches,
             moved_by_join=placements.moved_by_join,
-            compared=len(self._compared),
+            compared=tuple(self._compared),
             policies=len(POLICIES),
         )
 

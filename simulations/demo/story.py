@@ -5,16 +5,18 @@ The caption is one line that says what is happening and why, made of what was co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from simulations.demo.programme import Compared
 from simulations.demo.tally import AWAY, FIRST, Spread
 
-__all__ = ["LONG", "SHORT", "Act", "Acts", "Scene", "caption"]
+__all__ = ["CAPTION_CHARS", "LONG", "SHORT", "Act", "Acts", "Scene", "caption"]
 
 CAPTION_CHARS: Final = 96
+"""What one line on the screen holds."""
 
 
 class Act(Enum):
@@ -66,8 +68,8 @@ class Scene:
     """Of the first `FIRST` of them."""
     old_branches: int = 0
     moved_by_join: int = 0
-    compared: int = 0
-    """Policies compared so far."""
+    compared: Sequence[Compared] = ()
+    """So far."""
     policies: int = 0
 
 
@@ -92,9 +94,9 @@ def _fan_out(scene: Scene) -> str:
     if not spread.began:
         return f"{spread.session} begins; after its first turn it starts {spread.agents} subagents at once."
     where = " ".join(f"{count}@{scene.names.get(name, name)}" for name, count in spread.began.items())
-    line = f"{spread.session} started {spread.agents} subagents: they spread ({where})"
+    line = f"{spread.session}'s {spread.agents} subagents spread ({where})"
     if not spread.later_turns:
-        return f"{line}, since one replica would be slower."
+        return f"{line}: all on one replica would be slower."
     return f"{line}; {spread.stayed} of {spread.later_turns} later turns stayed with their own KV."
 
 
@@ -106,18 +108,17 @@ def _join(scene: Scene) -> str:
     if not scene.new_sessions:
         return f"{name} has joined, empty. {moved}: their KV is where they are."
     if scene.new_sessions <= FIRST:
-        return (
-            f"{name} joined, empty, and took {scene.newcomer_sessions} of {scene.new_sessions} new sessions; {moved}."
-        )
-    return f"{name} took {scene.newcomer_of_first} of the first {FIRST} new sessions, now it is one of five; {moved}."
+        got = f"{scene.newcomer_sessions} of {scene.new_sessions} new sessions"
+        return f"{name} joined, empty, and took {got}; {moved}."
+    return f"{name} took {scene.newcomer_of_first} of the first {FIRST} new sessions, now its share; {moved}."
 
 
 def _compare(scene: Scene) -> str:
-    if scene.compared < scene.policies:
-        return (
-            f"Same seed, same workload, in virtual time: {scene.compared} of {scene.policies} policies played so far."
-        )
-    return "Same seed, same workload, in virtual time, the router's own code: compare."
+    if len(scene.compared) < scene.policies:
+        played = f"{len(scene.compared)} of {scene.policies} policies played"
+        return f"The same sessions in virtual time, by the router's own code: {played} so far."
+    means = ", ".join(f"{each.policy} {each.ttft_mean_s:.2f} s" for each in scene.compared)
+    return f"In virtual time, mean TTFT: {means}."
 
 
 def _encore(scene: Scene) -> str:

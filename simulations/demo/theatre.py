@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -22,7 +22,7 @@ from simulations.demo.show import Plan, Show
 from simulations.demo.stage import StageFailed
 from simulations.demo.story import LONG, SHORT, Act
 
-__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "run"]
+__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "run", "verdict"]
 
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
@@ -58,7 +58,13 @@ def run(*, once: bool, json_file: Path | None, seed: int, port: int, sessions: i
         return EXIT_FAILED
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if report["errors"] == 0 and report["in_flight_after"] == 0 and report["turns"] else EXIT_FAILED
+    return verdict(report)
+
+
+def verdict(report: Mapping[str, Any]) -> int:
+    """The exit code of a story that was told to its end."""
+    well = report["turns"] and not report["errors"] and not report["in_flight_after"]
+    return 0 if well else EXIT_FAILED
 
 
 def _reasons(error: Exception) -> list[str]:

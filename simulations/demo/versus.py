@@ -7,50 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Final, NamedTuple
 
 import msgspec
 
 from simulations import profiles, workload
 from simulations.demo.cast import THINK_MAX_S, Cast
+from simulations.demo.programme import POLICIES, SESSION_HEADER, Compared, Programme
 from simulations.demo.rehearsal import Rehearsal, run
 from simulations.measure import Figures
 from simulations.replay import Load, Replay, Wording
 
-__all__ = ["POLICIES", "SESSION_HEADER", "Compared", "Programme", "compared", "main"]
-
-POLICIES: Final = ("roost", "round_robin", "session_sticky")
-SESSION_HEADER: Final = "x-session-id"
-
-
-class Programme(NamedTuple):
-    """What is played. Times are of the story, not of a wall clock."""
-
-    profile: str
-    seed: int
-    sessions: int
-    replicas: int
-    ramp_s: float
-    fan_out_at_s: float
-    join_at_s: float
-    more_sessions: int
-    """That come with the new replica, spread over `more_ramp_s`."""
-    more_ramp_s: float
-    duration_s: float
-
-
-class Compared(NamedTuple):
-    """One policy's figures. Seconds are simulated."""
-
-    policy: str
-    turns: int
-    errors: int
-    hit_rate: float
-    hit_rate_infinite: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    ttft_mean_s: float
-    moves: int
+__all__ = ["compared", "main"]
 
 
 def compared(policy: str, programme: Programme) -> Compared:
