@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,6 +40,8 @@ _RAMP_SHARE: Final = 0.6
 """Of the first act, over which the first sessions begin."""
 _MORE_RAMP_SHARE: Final = 0.4
 _RECENT: Final = 4
+_ENCORE_MAX_S: Final = 600.0
+"""Every turn is remembered: a demo that someone forgot ends itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,9 @@ class Show:
                 await self._compare()
                 if plan.encore:
                     self.act = Act.ENCORE
-                    await self._finish.wait()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_ENCORE_MAX_S):
+                            await self._finish.wait()
                     await self._curtain(playing)
                 watching.cancel()
             in_flight = await self._settled(lookout)

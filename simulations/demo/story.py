@@ -91,7 +91,7 @@ def _fan_out(scene: Scene) -> str:
     spread = scene.spread
     if spread is None:
         return "The next session to begin will start subagents, all at once."
-    if not spread.began:
+    if sum(spread.began.values()) < 2:
         return f"{spread.session} begins; after its first turn it starts {spread.agents} subagents at once."
     where = " ".join(f"{count}@{scene.names.get(name, name)}" for name, count in spread.began.items())
     line = f"{spread.session}'s {spread.agents} subagents spread ({where})"
@@ -110,7 +110,8 @@ def _join(scene: Scene) -> str:
     if scene.new_sessions <= FIRST:
         got = f"{scene.newcomer_sessions} of {scene.new_sessions} new sessions"
         return f"{name} joined, empty, and took {got}; {moved}."
-    return f"{name} took {scene.newcomer_of_first} of the first {FIRST} new sessions, now its share; {moved}."
+    got = f"{scene.newcomer_of_first} of the first {FIRST} new sessions"
+    return f"{name} took {got}, {scene.newcomer_sessions} of {scene.new_sessions} in all; {moved}."
 
 
 def _compare(scene: Scene) -> str:

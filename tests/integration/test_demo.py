@@ -136,6 +136,14 @@ async def test_the_whole_story_headless() -> None:
     assert "\x1b" not in demo.said
 
 
+async def test_a_file_that_cannot_be_written_is_refused_before_anything_starts() -> None:
+    async with performance(WHOLE.replace("told.json", "nowhere/told.json")) as demo:
+        code, complaints = await demo.end()
+        assert code == 2
+        assert "nowhere" in complaints
+        assert demo.left() == []
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are told apart by /proc")
 @pytest.mark.parametrize("moment", ["1 of 4", "3 of 4", "4 of 4"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

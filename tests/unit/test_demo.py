@@ -230,7 +230,11 @@ WIDE = Spread("s00053", 6, {"a:1": 1, "b:2": 1, "c:3": 2, "d:4": 2}, 123, 123)
         ),
         (Scene(Act.FAN_OUT), "The next session to begin will start subagents"),
         (Scene(Act.FAN_OUT, spread=Spread("s1", 5, {}, 0, 0)), "s1 begins; after its first turn it starts 5 subagents"),
-        (Scene(Act.FAN_OUT, spread=Spread("s1", 5, {"b:2": 2}, 0, 0), names=NAMES), "s1's 5 subagents spread (2@B)"),
+        (Scene(Act.FAN_OUT, spread=Spread("s1", 5, {"b:2": 1}, 0, 0), names=NAMES), "after its first turn it starts 5"),
+        (
+            Scene(Act.FAN_OUT, spread=Spread("s1", 5, {"a:1": 1, "b:2": 1}, 0, 0), names=NAMES),
+            "s1's 5 subagents spread (1@A 1@B): all on one",
+        ),
         (Scene(Act.FAN_OUT, spread=WIDE, names=NAMES), "123 of 123 later turns stayed with their own KV"),
         (Scene(Act.JOIN), "A fifth replica starts"),
         (Scene(Act.JOIN, newcomer="E", old_branches=112), "E has joined, empty. 0 of 112 old branches moved there"),
@@ -239,8 +243,10 @@ WIDE = Spread("s00053", 6, {"a:1": 1, "b:2": 1, "c:3": 2, "d:4": 2}, 123, 123)
             "E joined, empty, and took 9 of 10 new sessions; 0 of 112 old branches moved there",
         ),
         (
-            Scene(Act.JOIN, newcomer="E", new_sessions=33, newcomer_of_first=10, old_branches=1120, moved_by_join=12),
-            "E took 10 of the first 10 new sessions, now its share; 12 of 1120 old branches moved there",
+            Scene(
+                Act.JOIN, newcomer="E", new_sessions=133, newcomer_sessions=40, newcomer_of_first=10, old_branches=512
+            ),
+            "E took 10 of the first 10 new sessions, 40 of 133 in all; 0 of 512 old branches moved there",
         ),
         (Scene(Act.COMPARE, compared=COMPARED[:1], policies=3), "1 of 3 policies played so far"),
         (Scene(Act.COMPARE, compared=COMPARED, policies=3), "roost 10.24 s, round_robin 10.24 s"),
