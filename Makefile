@@ -76,11 +76,11 @@ layers: install ## Layers only.
 
 test-harness: install ## Real coding-agent CLIs through Roost (needs ../shared/harness).
 	@test -d $(SHARED)/harness || { echo "make test-harness: $(SHARED)/harness is not there; it brings the agent CLIs. Set SHARED=DIR if it lies elsewhere." >&2; exit 2; }
-	ROOST_SHARED=$(SHARED) $(PY) -m pytest tests/harness -m harness $(PYTEST_ARGS)
+	ROOST_SHARED=$(abspath $(SHARED)) $(PY) -m pytest tests/harness -m harness $(PYTEST_ARGS)
 
 test-sglang: install ## Real SGLang servers on the CPU behind Roost (needs ../shared/sglang-cpu).
 	@test -d $(SHARED)/sglang-cpu || { echo "make test-sglang: $(SHARED)/sglang-cpu is not there; it brings SGLang for the CPU. Set SHARED=DIR if it lies elsewhere." >&2; exit 2; }
-	ROOST_SHARED=$(SHARED) $(PY) -m pytest tests/sglang -m sglang $(PYTEST_ARGS)
+	ROOST_SHARED=$(abspath $(SHARED)) $(PY) -m pytest tests/sglang -m sglang $(PYTEST_ARGS)
 
 bench: install ## What placing a turn costs here: identify, decide, store round trips.
 	$(PY) -m tests.bench.placement
