@@ -62,7 +62,8 @@ def decide(
     candidates = eligible(fleet, home, tried)
     reason: Reason | None = None
     if only is not None:
-        holders = tuple(replica for replica in candidates if is_home(replica, only))
+        # Eligible as a home is: a cordon keeps new branches out, and a stored response is continued, not begun.
+        holders = tuple(replica for replica in eligible(fleet, only, tried) if is_home(replica, only))
         if holders:
             candidates, reason = holders, None if only == home else Reason.STORED
     if not candidates:

@@ -1,4 +1,4 @@
-"""Who may take a turn at all. Each filter says why it leaves a replica out, for the decision's explanation."""
+"""Who may take a turn at all."""
 
 from __future__ import annotations
 

@@ -297,6 +297,17 @@ def test_a_full_home_spills_and_a_dead_one_rebinds(count: int, tokens: int) -> N
 
 
 @FEW
+@given(st.integers(2, 8), st.integers(1, 100_000))
+def test_a_stored_response_is_continued_at_its_cordoned_holder(count: int, tokens: int) -> None:
+    """A cordon keeps new branches out; the continuation of what is stored there can go nowhere else."""
+    replicas = [replica(0, standing=Standing.CORDONED), *(replica(number) for number in range(1, count))]
+    turn = a_turn(tokens, fork=True)
+    decision = decide(turn, lineage(None), fleet(*replicas), "roost", Tuning(), only=at("r0"))
+    assert isinstance(decision, Placed)
+    assert (decision.replica, decision.reason) == ("r0", Reason.STORED)
+
+
+@FEW
 @given(fleets(), st.integers(1, 500_000), st.booleans())
 def test_every_cost_is_finite_and_no_term_is_negative(replicas: list[Replica], tokens: int, fork: bool) -> None:
     """Seconds are seconds, whatever was believed."""
