@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from router.domain.decision import Placed
-from router.domain.outcome import End, Outcome
+from router.domain.outcome import End, Outcome, Usage
 from router.domain.replica import Beliefs, Replica
 from router.domain.turn import Turn
 from router.placement.cost import Rates
@@ -28,6 +28,8 @@ PREFILL_TOKENS_MIN: Final = 1024
 OUTPUT_TOKENS_MIN: Final = 16
 TEXT_BYTES_MIN: Final = 512
 PREDICTED_TOKENS_MIN: Final = 1024
+COUNT_MAX: Final = 16_000_000
+"""Tokens: no context is that long, so a replica that counts more speaks nonsense and is taken to have said nothing."""
 RESIDENCY_FLOOR: Final = 0.05
 
 
@@ -51,6 +53,9 @@ def learn(turn: Turn, text_bytes: int, placed: Placed, replica: Replica, rates: 
     if outcome.ttft_s is None or outcome.end in (End.UNREACHED, End.UPSTREAM_ERROR):
         return Learned(None, 0, 0, 0)
     usage = outcome.usage
+    if max(usage.prompt_tokens or 0, usage.output_tokens or 0) > COUNT_MAX:
+        usage = Usage()
+        outcome = replace(outcome, usage=usage)
     if usage.cached_tokens is None and usage.prompt_tokens is not None and replica.reports_cache:
         # SGLang's /v1/messages leaves out a cached count of zero (srt/entrypoints/anthropic/serving.py).
         usage = replace(usage, cached_tokens=0)
@@ -80,7 +85,8 @@ def _speed(replica: Replica, placed: Placed, rates: Rates, outcome: Outcome, unc
         beliefs = replace(beliefs, prefill_rate=value, prefill_weight=min(WEIGHT_MAX, beliefs.prefill_weight + 1))
     decode_s = outcome.duration_s - ttft_s
     if outcome.streamed and outcome.end is End.COMPLETE and output >= OUTPUT_TOKENS_MIN and decode_s > 0:
-        alone_s = decode_s / (output - 1) / (1 + rates.step_slope * replica.load.in_flight)
+        beside = replica.load.in_flight + replica.foreign_in_flight
+        alone_s = decode_s / (output - 1) / (1 + rates.step_slope * beside)
         value = _ewma(beliefs.token_time_s, alone_s, rates.token_time_s, RATE_ALPHA)
         beliefs = replace(beliefs, token_time_s=value, token_weight=min(WEIGHT_MAX, beliefs.token_weight + 1))
     return beliefs

@@ -84,6 +84,11 @@ def test_a_turn_without_output_leaves_and_teaches_nothing(outcome: Outcome) -> N
     assert after(outcome) == Learned(None, 0, 0, 0)
 
 
+@pytest.mark.parametrize("counts", [{"prompt": 2**33}, {"output": 2**33}])
+def test_a_count_beyond_any_context_is_nonsense_and_taken_as_not_said(counts: dict[str, int]) -> None:
+    assert after(came(**counts)) == after(came(None, None, None))
+
+
 def test_a_client_that_left_midway_left_its_kv_there() -> None:
     learned = after(came(None, None, None, end=End.CLIENT_GONE, events=7))
     assert learned.tokens == 10_007
@@ -150,6 +155,11 @@ def test_no_prefill_rate_is_learned_without_facts(outcome: Outcome, at: Placed) 
 )
 def test_no_token_time_is_learned_without_facts(outcome: Outcome) -> None:
     assert believed(outcome).token_weight == 0
+
+
+def test_turns_of_others_slow_a_stream_as_our_own_do() -> None:
+    ours, others = replica(0, load=Load(in_flight=6)), replica(0, foreign_in_flight=6)
+    assert believed(came(), here=ours).token_time_s == believed(came(), here=others).token_time_s
 
 
 def test_tokens_per_byte_follow_what_the_engine_counted() -> None:
