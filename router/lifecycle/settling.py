@@ -18,7 +18,7 @@ from router.lifecycle.leases import Leases
 from router.lifecycle.recent import Record
 from router.placement.cost import Rates
 from router.placement.learn import learn
-from router.ports import Clock, Store
+from router.ports import Store
 from router.telemetry.events import Observer, TurnFinished
 
 __all__ = ["WAITING_TOKENS_MIN", "Held", "Settling"]
@@ -45,9 +45,8 @@ class Held:
 class Settling:
     """Gives back what turns hold; every call returns at once, `drained` waits for all that is under way."""
 
-    def __init__(self, store: Store, clock: Clock, leases: Leases, observer: Observer, branch_ttl_s: float) -> None:
+    def __init__(self, store: Store, leases: Leases, observer: Observer, branch_ttl_s: float) -> None:
         self._store = store
-        self._clock = clock
         self._leases = leases
         self._observer = observer
         self._branch_ttl_s = branch_ttl_s
@@ -60,7 +59,9 @@ class Settling:
 
     def undo(self, fleet: str, claim: Claim) -> None:
         """Give back what a claim asked for whose call was cut short: it may have been carried out."""
-        undone = Settlement(claim.lease, claim.replica, claim.incarnation, claim.branch)
+        undone = Settlement(
+            claim.lease, claim.replica, claim.incarnation, claim.branch, branch_ttl_s=self._branch_ttl_s
+        )
         _ = self._run(self._store.settle(fleet, undone))
 
     def first_output(self, held: Held) -> None:
@@ -101,12 +102,13 @@ class Settling:
         record, placed = held.record, held.record.placed
         replica = held.snapshot.get(placed.replica)
         beliefs: Beliefs | None = None
-        tokens = prompt_tokens = admitted = 0
+        # The claim moved the branch's text on; its tokens must follow even where the engine counted none.
+        tokens, prompt_tokens, admitted = 0, record.turn.prompt_tokens, 0
         if replica is not None:
             text_bytes = record.lineage.tip.text_bytes if record.lineage.tip is not None else 0
             learned = learn(record.turn, text_bytes, placed, replica, held.rates, outcome)
-            beliefs, tokens = learned.beliefs, learned.tokens
-            prompt_tokens, admitted = learned.prompt_tokens, learned.admitted_tokens
+            beliefs, tokens, admitted = learned.beliefs, learned.tokens, learned.admitted_tokens
+            prompt_tokens = learned.prompt_tokens or prompt_tokens
         return Settlement(
             lease=held.lease,
             replica=placed.replica,

@@ -83,7 +83,7 @@ class Turns:
         self._new_id = new_id
         self._retries = limits.retries
         self._refusal_s = limits.refusal_s
-        self._settling = Settling(store, clock, leases, observer, limits.branch_ttl_s)
+        self._settling = Settling(store, leases, observer, limits.branch_ttl_s)
         self._placing = Placing(store, clock, leases, self._settling, recent, observer, new_id, tuning, limits)
         self._under_way = 0
         self._idle = asyncio.Event()

@@ -83,6 +83,22 @@ async def test_an_error_event_in_a_stream_is_an_error() -> None:
     assert await ends(world, prompt(LONG)) is End.UPSTREAM_ERROR
 
 
+async def test_a_longer_prompt_that_failed_counts_in_the_estimate_of_the_next() -> None:
+    """The claim has moved the branch's text on, so its tokens follow by estimate; the engine's count then mends it."""
+    world = await stage()
+    answer_everywhere(world, tokens(prompt=5_000))
+    await world.serve(prompt(LONG))
+    answer_everywhere(world, Answer(status=400, headers=FULL.headers, chunks=(b"{}",)))
+    assert await ends(world, prompt(LONG, "ok", LONG)) is End.UPSTREAM_ERROR
+    failed = world.recent.newest(1)[0].turn
+    assert failed.prompt_tokens > 9_000
+    (branch,) = world.store.branches().values()
+    assert branch.tokens == failed.prompt_tokens
+    await world.serve(prompt(LONG, "ok", LONG))
+    again = world.recent.newest(1)[0].turn
+    assert again.prompt_tokens == failed.prompt_tokens
+
+
 async def test_a_replica_that_refuses_is_left_and_the_branch_moves() -> None:
     """Nobody listened at its home: the turn is served elsewhere, the home is unhealthy and the branch bound anew."""
     world = await stage()
