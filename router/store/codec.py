@@ -220,14 +220,16 @@ def unpack_member(replica_id: bytes, raw: bytes) -> Member | None:
     """A member from its JSON."""
     try:
         found: dict[str, Any] = json.loads(raw)
-        capacity = found["capacity"]
+        room = None if found["capacity"] is None else Capacity(*map(int, found["capacity"]))
+        if room is not None and (min(room.device_tokens, room.host_tokens) < 0 or room.max_running < 1):
+            return None
         member = Member(
             id=_str(found["id"]),
             url=_str(found["url"]),
             source=_str(found["source"]),
             standing=Standing(found["standing"]),
             incarnation=_str(found["incarnation"]),
-            capacity=None if capacity is None else Capacity(*map(int, capacity)),
+            capacity=room,
             joined_at_s=float(found["joined_at_s"]),
             models=tuple(map(_str, found["models"])),
         )

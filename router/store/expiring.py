@@ -10,13 +10,15 @@ __all__ = ["Expiring"]
 T = TypeVar("T")
 
 _SWEPT_PER_WRITE = 4
+_MARKS_MIN = 64
 
 
 class Expiring(Generic[T]):
     """Values by key, each with the Unix second at which it is gone.
 
-    Every write forgets a few entries whose time is up, so memory stays in proportion to what lives. The heap holds each
-    key once: an entry that was prolonged goes back with its new time when its old one comes up.
+    Every write forgets a few entries whose time is up, so memory stays in proportion to what lives. The heap holds a
+    key once for each time it was set anew: an entry that was prolonged goes back with its new time when its old one
+    comes up. What was forgotten early leaves its mark in the heap, which is made anew when most of it is such marks.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,9 @@ class Expiring(Generic[T]):
     def pop(self, key: str) -> None:
         """Forget a key."""
         self._values.pop(key, None)
+        if len(self._due) > 2 * len(self._values) + _MARKS_MIN:
+            self._due = [(due_s, key) for key, (due_s, _) in self._values.items()]
+            heapq.heapify(self._due)
 
     def _sweep(self, now_s: float) -> None:
         for _ in range(_SWEPT_PER_WRITE):
