@@ -84,9 +84,9 @@ def test_a_turn_without_output_leaves_and_teaches_nothing(outcome: Outcome) -> N
     assert after(outcome) == Learned(None, 0, 0, 0)
 
 
-@pytest.mark.parametrize("counts", [{"prompt": 2**33}, {"output": 2**33}])
-def test_a_count_beyond_any_context_is_nonsense_and_taken_as_not_said(counts: dict[str, int]) -> None:
-    assert after(came(**counts)) == after(came(None, None, None))
+@pytest.mark.parametrize("nonsense", [came(prompt=2**33), came(output=2**33)], ids=["prompt", "output"])
+def test_a_count_beyond_any_context_is_nonsense_and_taken_as_not_said(nonsense: Outcome) -> None:
+    assert after(nonsense) == after(came(None, None, None))
 
 
 def test_a_client_that_left_midway_left_its_kv_there() -> None:
