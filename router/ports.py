@@ -46,12 +46,13 @@ class Clock(Protocol):
 
 
 class Store(Protocol):
-    """Bindings, leases, boundaries, beliefs and membership. Every call may raise `StoreUnavailable`."""
+    """Bindings, leases, boundaries, beliefs and membership.
+
+    Every call may raise `StoreUnavailable`, or `StoreForeign` where a key of the store is not Roost's.
+    """
 
     async def open(self) -> None:
-        """Connect; raises `StoreForeign` where another version's keys live, `StoreUnavailable` where nothing
-        answers.
-        """
+        """Connect. Raises `StoreForeign` where another version's keys live too."""
         ...
 
     async def close(self) -> None:

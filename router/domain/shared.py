@@ -81,7 +81,7 @@ class Claim:
     heads_of: str | None = None
     """The session whose record remembers head and home; None: `session`. A tenant's keyless conversations share one."""
     session_home: Binding | None = None
-    """For session policies: bind the session too, if it is unbound or bound to another incarnation than it says."""
+    """For session policies: where the session lives from now on; None: its binding stays as it is."""
     branch_ttl_s: float = 21_600.0
     lease_ttl_s: float = 10.0
 

@@ -30,7 +30,7 @@ __all__ = ["Rates", "Tuning", "branch_weight", "cost", "crowd_now", "decay", "ra
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The weights of the decision; defaults are the prototype's good values (design/placement)."""
+    """The weights of the decision. κ and μ are the good values of the prototype before it; β is argued at its field."""
 
     kappa: float = 0.5
     mu: float = 1.0

@@ -122,7 +122,7 @@ def _side_tip(facts: Facts) -> Boundary | None:
     """Where the prompt's last message begins, as the session's own: a client that sends the turn again with another
     last message (many questions to one long context, an edited prompt) is met there.
     """
-    if facts.session is None or len(facts.chain) - 2 < max(facts.head, 0):
+    if facts.session is None or len(facts.chain) - 2 < facts.head:
         return None
     return own(facts.chain[-2], facts.session)
 

@@ -4,12 +4,11 @@ h_i = xxh3_128(h_{i-1} ‖ xxh3_128(canonical bytes of message i)), seeded with 
 
 Canonical means: what the chat template would see. Between two turns Claude Code moves `cache_control` marks and
 rewrites earlier content from ``[{"type":"text","text":…}]`` to a plain string; the tokens are the same, so the hash
-must be too.
-Hence `cache_control` never counts, a string equals its one-block list, empty text blocks and nulls do not count, and
-the order of a message's own keys does not count. Keys that SGLang 0.5.23 drops before the template (`UNSEEN_KEYS`;
-srt/entrypoints/anthropic/serving.py, openai/serving_chat.py) do not count either. Below a message's own keys order
-counts:
-templates print a tool call's arguments as they come. Anything that cannot be read is hashed as it stands.
+must be too. Hence `cache_control` never counts, a string equals its one-block list, empty text blocks and nulls do not
+count, and the order of a message's own keys does not count. Keys that SGLang 0.5.23 drops before the template
+(`UNSEEN_KEYS`; srt/entrypoints/anthropic/serving.py, openai/serving_chat.py) do not count either. Below a message's own
+keys order counts: templates print a tool call's arguments as they come. Anything that cannot be read is hashed as it
+stands.
 
 Raw text prompts (`/v1/completions`, `/generate`) have no messages. They are cut on a fixed grid, so that a prompt which
 extends another shares all its full cells; the ragged end is not a boundary. The grid is fine all the way, because
