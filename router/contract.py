@@ -8,7 +8,7 @@ with a crash.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -52,22 +52,27 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
+_Name = Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{1,255}\Z")]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One report. Unknown fields are ignored, so that a newer agent can say more."""
 
     version: int = REPORT_VERSION
-    replica: str
+    replica: _Name
     url: str
-    incarnation: str
+    incarnation: _Name
+    """Printable ASCII, at most 255 characters, as all ids in the store."""
     phase: Phase
     models: list[str] = []
-    device_tokens: int = 0
+    device_tokens: _Count = 0
     """KV room on the device, tokens (`max_total_num_tokens`); 0: not known yet."""
-    host_tokens: int = 0
-    max_running: int = 0
-    running: int = 0
-    waiting: int = 0
-    waiting_uncached_tokens: int = 0
+    host_tokens: _Count = 0
+    max_running: _Count = 0
+    running: _Count = 0
+    waiting: _Count = 0
+    waiting_uncached_tokens: _Count = 0
     phase_since_s: float = 0.0
     """Unix seconds."""
 

@@ -199,7 +199,9 @@ class FleetRuntime:
 
     def _start_probes(self) -> None:
         present = {member.id: member for member in self.members if member.source != "report"}
-        for member_id in self._probes.keys() - present.keys():
+        # A loop has ended where its member was away for a moment, removed and added again.
+        ended = {member_id for member_id, task in self._probes.items() if task.done()}
+        for member_id in (self._probes.keys() - present.keys()) | ended:
             self._probes.pop(member_id).cancel()
         for member_id in present.keys() - self._probes.keys():
             self._probes[member_id] = asyncio.create_task(self._probe_loop(member_id), name=f"probe {member_id}")
@@ -219,7 +221,9 @@ class FleetRuntime:
         was = self.healthy(member_id)
         health.observation = observation
         health.failed_probes = 0 if observation.reachable else health.failed_probes + 1
-        health.refused = observation.failure in (Failure.REFUSED, Failure.UNRESOLVED)
+        # Silence takes no refusal back: a host that has gone refuses at first and is silent then.
+        refuses = observation.failure in (Failure.REFUSED, Failure.UNRESOLVED)
+        health.refused = not observation.reachable and (health.refused or refuses)
         health.foreign = (*health.foreign, self._foreign_now(member_id, observation))[-FOREIGN_WINDOW:]
         if self.healthy(member_id) != was:
             log.info("replica %s of fleet %s is %s", member_id, self.name, "not ready" if was else "ready")
@@ -303,7 +307,8 @@ class FleetRuntime:
             incarnation=incarnation,
             capacity=self._capacity(seen) or member.capacity,
             models=seen.models or member.models,
-            joined_at_s=member.joined_at_s if incarnation == member.incarnation else self._clock.now_s(),
+            # By the store's clock, which decisions measure its slow start with; `_record` has just read it.
+            joined_at_s=member.joined_at_s if incarnation == member.incarnation else self._membership.now_s,
         )
 
     def _capacity(self, seen: Observation) -> Capacity | None:

@@ -49,10 +49,9 @@ class Rules:
 
 
 class Identity:
-    """Reads facts; holds only the rules, compiled decoders and the digest memory."""
+    """Reads facts; holds only the rules, compiled, and the digest memory."""
 
     def __init__(self, rules: Rules) -> None:
-        self._rules = rules
         self._headers = tuple(name.lower().encode() for name in rules.session_headers)
         self._canon = Canon()
         self._canon_items = Canon(ITEM_KEYS_UNSEEN)

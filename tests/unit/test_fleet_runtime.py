@@ -119,6 +119,25 @@ async def test_a_running_fleet_probes_newcomers_and_no_longer_those_removed() ->
     await stop(running)
 
 
+async def test_a_member_removed_and_added_again_is_probed_on() -> None:
+    """Its loop may have found it gone and ended before anyone saw it come back."""
+    watch = Watch()
+    fleet = watch.router("http://r0:1")
+    await fleet.enrol()
+    fleet._start_probes()
+    (member,) = fleet.members
+    await watch.store.remove_member(FLEET, member.id)
+    await fleet.refresh()
+    (ended,) = fleet._probes.values()
+    await asyncio.wait([ended])
+    await watch.store.put_member(FLEET, member)
+    await fleet.refresh()
+    fleet._start_probes()
+    (probing,) = fleet._probes.values()
+    await wait_for(watch.prober, member.url)
+    await stop(probing)
+
+
 async def test_a_running_fleet_asks_the_store_once_a_beat() -> None:
     """Its own reading of the membership is no news that would make it read again."""
     watch = Watch()
@@ -191,6 +210,17 @@ async def test_one_missed_probe_says_nothing_and_two_do(failure: Failure) -> Non
     assert fleet.healthy("r0:1")
     fleet.observed("r0:1", missed)
     assert not fleet.healthy("r0:1")
+
+
+async def test_silence_takes_no_refusal_back() -> None:
+    """A host that goes away refuses at first and is silent then: only an answer brings it back."""
+    _, fleet = await one_replica()
+    fleet.observed("r0:1", UP)
+    fleet.refused_connection("r0:1")
+    fleet.observed("r0:1", Observation(failure=Failure.TIMEOUT, was_ready=True))
+    assert not fleet.healthy("r0:1")
+    fleet.observed("r0:1", UP)
+    assert fleet.healthy("r0:1")
 
 
 async def test_busy_is_not_dead() -> None:
@@ -290,6 +320,9 @@ async def test_a_refusal_counts_against_a_report_until_every_older_report_has_ex
         (b'{"version":1}', "not a report"),
         (encode_report(report()).replace(b'"replica"', b'"version":99,"replica"'), "report version 99"),
         (encode_report(report(replica="b:1")), "another replica"),
+        (encode_report(report(incarnation="x" * 256)), "not a report"),
+        (encode_report(report(incarnation="")), "not a report"),
+        (encode_report(report()).replace(b'"max_running":7', b'"max_running":-7'), "not a report"),
     ],
 )
 async def test_a_report_that_cannot_be_used_is_a_problem_and_no_member(raw: bytes, said: str) -> None:
@@ -340,6 +373,18 @@ async def test_the_engines_own_incarnation_is_recorded() -> None:
     watch.clock.at_s += 5
     await look(fleet, replace(UP, incarnation="abc"), replace(UP, ready=False, incarnation="def"))
     assert (await watch.store.members(FLEET)).members == (member,)  # a life begins to count once it is ready
+
+
+async def test_a_life_begins_by_the_stores_clock() -> None:
+    """Decisions measure a newcomer's slow start with it, so a router's own clock must not write into it."""
+    watch = Watch()
+    own = FakeClock()
+    own.at_s = watch.clock.at_s + 3_600
+    fleet = FleetRuntime(FleetSpec(FLEET, replicas=("http://r0:1",)), watch.store, watch.prober, own)
+    await fleet.enrol()
+    await look(fleet, UP)
+    (member,) = (await watch.store.members(FLEET)).members
+    assert member.joined_at_s == watch.clock.now_s()
 
 
 async def test_without_engine_facts_a_noticed_restart_begins_the_next_life_once() -> None:
