@@ -1,7 +1,8 @@
 """The composition root of one router process: settings → adapters → lifecycle → listeners; signals; exit codes.
 
 Shutdown: not ready at once, still accepting for `timeouts.ready_lag_s` so that load balancers notice, then no new
-connections; running turns get `timeouts.shutdown_grace_s`, what is left is cut and counted in one log line.
+connections; running turns get `timeouts.shutdown_grace_s`, what is left is cut and counted in one log line. A second
+SIGINT waits for nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -51,13 +53,17 @@ from router.upstream.body import Reader
 from router.upstream.client import UpstreamClient, UpstreamLimits
 from router.upstream.sse import reader_for
 
-__all__ = ["EXIT_FAILED", "EXIT_OK", "Listeners", "announcer", "bind", "bound", "run", "serve"]
+__all__ = ["CUT_S", "EXIT_FAILED", "EXIT_OK", "Listeners", "announcer", "bind", "bound", "run", "serve"]
 
 log = logging.getLogger("roost")
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 BACKLOG: Final = 4096
+CUT_S: Final = 0.25
+"""What a connection gets to close by itself when there is no more waiting. Not 0, which aiohttp takes for no limit:
+then one idle keep-alive connection would hold up the end for ever.
+"""
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
 """Of glibc's malloc.h."""
@@ -133,7 +139,8 @@ def bound(key: str, host: str, port: int) -> Iterator[socket.socket]:
     try:
         sock = bind(host, port)
     except OSError as error:
-        raise OSError(f"{key}: cannot listen on {host} port {port}: {error.strerror or error}") from error
+        hint = f" ({key}.port chooses another)" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"{key}: cannot listen on {host} port {port}: {error.strerror or error}{hint}") from error
     with sock:
         yield sock
 
@@ -158,9 +165,19 @@ def _tune_process() -> None:
 async def _until_signalled(settings: Settings, listeners: Listeners, store_url: str | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await serve(settings, listeners, stop, store_url=store_url, announce=announcer(listeners))
+    announce = announcer(listeners)
+    serving = asyncio.create_task(serve(settings, listeners, stop, store_url=store_url, announce=announce))
+
+    def interrupted() -> None:
+        if stop.is_set():
+            log.warning("stopping at once")
+            serving.cancel()
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
 
 
 def announcer(listeners: Listeners) -> Callable[[], None]:
@@ -182,8 +199,7 @@ async def serve(
     announce: Callable[[], None],
 ) -> None:
     """Serve until `stop` is set. `store_url` overrides the settings' (the embedded server's socket); `announce` is
-    called
-    once both listeners accept. Raises StoreForeign.
+    called once both listeners accept. Raises StoreForeign.
     """
     clock = SystemClock()
     store = _store(settings, clock, store_url)
@@ -272,7 +288,7 @@ async def _listen(
     announce: Callable[[], None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    runner = web.AppRunner(admin.app(), access_log=None)
+    runner = web.AppRunner(admin.app(), access_log=None, shutdown_timeout=CUT_S)
     await runner.setup()
     await web.SockSite(runner, listeners.admin).start()
     protocol = RelayServer(gateway.handle, ClientLimits())
@@ -281,18 +297,16 @@ async def _listen(
     try:
         await stop.wait()
         health.stopping = True
-        await asyncio.sleep(settings.timeouts.ready_lag_s)
+        lag_s, grace_s = settings.timeouts.ready_lag_s, settings.timeouts.shutdown_grace_s
+        log.info("stopping: not ready, accepting for %g s more, then running turns get %g s", lag_s, grace_s)
+        await asyncio.sleep(lag_s)
         server.close()
-        cut = await turns.idle(settings.timeouts.shutdown_grace_s)
+        cut = await turns.idle(grace_s)
         if cut:
-            log.warning(
-                "shutting down: %d turns had not finished after %g s and are cut",
-                cut,
-                settings.timeouts.shutdown_grace_s,
-            )
+            log.warning("shutting down: %d turns had not finished after %g s and are cut", cut, grace_s)
     finally:
         server.close()
-        await protocol.shutdown(timeout=0)
+        await protocol.shutdown(timeout=CUT_S)
         await runner.cleanup()
 
 
