@@ -6,7 +6,7 @@ Rules kept here:
   Settling runs as a task of its own that cancellation does not reach, and `drained` waits for all of them.
 - *A turn is tried elsewhere only while that is safe*: nobody listened, the connection broke before a byte of a
   response, or the replica said it is full, by its status or inside its stream (see `opening`). Never twice on one
-  replica, at most `retries` times, never after the head went out.
+  replica, at most `retries` times, never after the head went out; and not at all where it continues a stored response.
 - *A stream that ends without its terminal event* passes as it came, cleanly if it came so, but counts as broken.
 - *The client leaving is not an error of the replica*, and after the terminal event not an error at all (Codex closes
   its connection right after `response.completed`).
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from router.domain.decision import Placed
+from router.domain.decision import Placed, Reason
 from router.domain.errors import NotPlaced, UpstreamBroken, UpstreamError, UpstreamSilent, UpstreamUnreachable
 from router.domain.outcome import End, Outcome, Usage
 from router.domain.turn import Facts, Turn
@@ -242,7 +242,8 @@ class Turns:
         self, held: Held, facts: Facts, attempts: Attempts, why: Literal["busy", "gone"]
     ) -> Held | None:
         attempts.tried[held.record.placed.replica] = why
-        if attempts.count > self._retries:
+        # A stored response's holder alone has it: the others would say there is no such response.
+        if attempts.count > self._retries or held.record.placed.reason is Reason.STORED:
             return None
         try:
             return await self._placing.place(

@@ -203,6 +203,24 @@ async def test_when_all_are_full_the_last_503_is_relayed_as_it_came() -> None:
     assert sorted(world.upstream.sent) == [url_of(0), url_of(1)]
 
 
+@pytest.mark.parametrize(("answer", "error"), [(FULL, None), (REFUSED, UpstreamUnreachable)], ids=["full", "refuses"])
+async def test_the_continuation_of_a_stored_response_is_asked_of_its_holder_only(
+    answer: Answer, error: type[RoostError] | None
+) -> None:
+    """Elsewhere it is unknown: a refusal that the client may repeat would become an error that it may not."""
+    world = await stage()
+    await world.serve(prompt("a"))
+    holder = world.replica_of()
+    await world.store.settle(FLEET, Settlement("l", holder, LIFE, "b", response_id="resp_1"))
+    answer_everywhere(world, answer)
+    await ends(world, replace(prompt("other"), refers_to="resp_1"), error)
+    last = world.events.finished[-1]
+    assert (last.replica, last.reason, last.attempt) == (holder, Reason.STORED, 1)
+    if error is None:
+        assert world.served[-1].head is not None
+        assert world.served[-1].head.status == 503
+
+
 async def test_a_turn_whose_prompt_cannot_be_read_is_served_and_tried_elsewhere_too() -> None:
     """A compressed body has no chain: it is a branch of its own, at each replica it is tried on."""
     world = await stage()
