@@ -7,7 +7,8 @@ DELETE /admin/replicas/{id}             removes one: no new turns; running strea
 POST   /admin/replicas/{id}/cordon      no new branches
 POST   /admin/replicas/{id}/drain       no new turns; its branches move, once each, as they speak again
 POST   /admin/replicas/{id}/undrain     serving again, from either
-GET    /admin/decisions?limit=&replica=&session=   the last decisions, newest first
+GET    /admin/decisions?limit=&replica=&session=   the last decisions, newest first; a session by the beginning of its
+                                        key, or as `x-roost-session` names it
 GET    /metrics · /livez · /readyz
 """
 
@@ -29,12 +30,14 @@ from router.lifecycle.fleets import Fleets
 from router.lifecycle.recent import Recent, explain
 from router.placement.cost import rates_of
 from router.ports import Store
-from router.upstream.wire import parse_origin
+from router.upstream.wire import replica_root
 
 __all__ = ["Admin"]
 
 STANDINGS: Final = {"cordon": Standing.CORDONED, "drain": Standing.DRAINING, "undrain": Standing.SERVING}
 DECISIONS_LIMIT: Final = 50
+_ADD_KEYS: Final = ("url", "fleet")
+_PATHS: Final = "/admin/replicas, /admin/decisions, /metrics, /livez, /readyz"
 
 
 class Admin:
@@ -107,23 +110,26 @@ class Admin:
         ]
 
     async def _add(self, request: web.Request) -> web.Response:
+        body = await request.read()
         try:
-            asked = msgspec.json.decode(await request.read())
+            asked = msgspec.json.decode(body) if body else None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _problem(400, f"the body is not JSON: {error}")
         url = asked.get("url") if isinstance(asked, dict) else None
-        if not isinstance(url, str):
-            return _problem(400, 'the body must be an object with "url": "http://host:port"')
+        if not isinstance(asked, dict) or not isinstance(url, str):
+            return _problem(400, 'the body must be an object with "url": "http://HOST:PORT"')
+        if unknown := sorted(asked.keys() - _ADD_KEYS):
+            return _problem(400, f"unknown key {unknown[0]!r}; allowed: {', '.join(_ADD_KEYS)}")
         try:
-            parse_origin(url)
+            root = replica_root(url)
         except ValueError as error:
-            return _problem(400, str(error))
+            return _problem(400, f"url {error} (allowed: http://HOST:PORT or https://HOST:PORT)")
         name = asked.get("fleet")
         fleet = self._fleets.first() if name is None else self._fleets.named(str(name))
         if fleet is None:
             known = ", ".join(each.name for each in self._fleets)
             return _problem(404, f"no fleet of that name; fleets: {known}")
-        member = Member(replica_id(url), url.rstrip("/"), "admin")
+        member = Member(replica_id(root), root, "admin")
         added = await self._store.put_member(fleet.name, member, only_if_absent=True)
         await fleet.refresh()
         return _json({"id": member.id, "fleet": fleet.name, "added": added}, status=201 if added else 200)
@@ -161,6 +167,8 @@ class Admin:
         except ValueError:
             return _problem(400, "limit must be a whole number")
         replica, session = request.query.get("replica"), request.query.get("session")
+        if session is not None:
+            session = session.partition("-")[0]  # as `x-roost-session` shows it, with the tenant's seal behind
         found = [
             explain(record)
             for record in self._recent.newest(1 << 30)
@@ -175,6 +183,10 @@ async def _plainly(request: web.Request, handler: Callable[[web.Request], Any]) 
     """Errors in one form: {"error": "…"}."""
     try:
         response: web.StreamResponse = await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        return _problem(405, f"{request.path} takes {', '.join(sorted(error.allowed_methods))}")
+    except web.HTTPNotFound:
+        return _problem(404, f"{request.method} {request.path}: no such path; there are {_PATHS}")
     except web.HTTPException as error:
         return _problem(error.status, f"{request.method} {request.path}: {error.reason}")
     except StoreError as error:

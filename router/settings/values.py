@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
+
+from router.upstream.wire import replica_root
 
 __all__ = [
     "Allowed",
@@ -66,24 +67,6 @@ def _redis_url(value: str) -> str:
     return value
 
 
-def _replica_url(value: str) -> str:
-    """The root of a server, without a trailing slash, host in lower case."""
-    try:
-        parts = urlsplit(value)
-        port = parts.port
-    except ValueError:
-        raise ValueError("is not a URL") from None
-    if parts.scheme not in {"http", "https"}:
-        raise ValueError("does not begin with http:// or https://")
-    if not parts.hostname or port == 0:
-        raise ValueError("names no host" if not parts.hostname else "has port 0")
-    if "@" in parts.netloc:
-        raise ValueError("has a user or password in it")
-    if parts.path not in {"", "/"} or parts.query or parts.fragment:
-        raise ValueError("goes on after HOST:PORT; give the root of the server, without /v1")
-    return f"{parts.scheme}://{parts.netloc.lower()}"
-
-
 Text = Annotated[str, Field(min_length=1), Allowed("text, in quotes if it looks like a number")]
 Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535)]
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
@@ -107,7 +90,7 @@ KeyPrefix = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"),  # no braces or colons: the keys have their own
     Allowed("1 to 63 letters, digits, '.', '_' and '-', a letter or digit first"),
 ]
-ReplicaUrl = Annotated[str, AfterValidator(_replica_url), Allowed("http://HOST:PORT or https://HOST:PORT")]
+ReplicaUrl = Annotated[str, AfterValidator(replica_root), Allowed("http://HOST:PORT or https://HOST:PORT")]
 RedisUrl = Annotated[
     str,
     AfterValidator(_redis_url),

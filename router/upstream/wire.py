@@ -25,6 +25,7 @@ __all__ = [
     "forward_response_headers",
     "has_no_body",
     "parse_origin",
+    "replica_root",
     "request_head",
     "response_head",
 ]
@@ -77,6 +78,35 @@ def parse_origin(url: str) -> Origin:
     if prefix and not _TARGET.fullmatch(prefix):
         raise ValueError(f"bad path in {url!r}")
     return Origin(host=host, port=port, tls=tls, prefix=prefix, authority=shown.encode("ascii"))
+
+
+def replica_root(url: str) -> str:
+    """A replica's URL as an operator may give it, in its one spelling: no trailing slash, host in lower case.
+
+    Stricter than `parse_origin`: a path is most often the `/v1` of a client's base URL, under which nothing would be
+    found. Raises `ValueError` with what is wrong, without repeating the URL, which may hold a password.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ValueError("is not a URL") from None
+    if parts.scheme not in {"http", "https"}:
+        raise ValueError("does not begin with http:// or https://")
+    if not parts.hostname or port == 0:
+        raise ValueError("names no host" if not parts.hostname else "has port 0")
+    if "@" in parts.netloc:
+        raise ValueError("has a user or password in it")
+    if parts.path not in {"", "/"} or parts.query or parts.fragment:
+        raise ValueError("goes on after HOST:PORT; give the root of the server, without /v1")
+    root = f"{parts.scheme}://{parts.netloc.lower()}"
+    try:
+        parse_origin(root)
+    except ValueError:
+        raise ValueError("is not a URL") from None
+    if any(char.isspace() or not char.isprintable() for char in url):
+        raise ValueError("has a space or an unprintable character in it")
+    return root
 
 
 def forward_request_headers(raw: Iterable[Header]) -> tuple[Header, ...]:

@@ -212,6 +212,10 @@ async def test_the_admin_api_says_what_is_wrong() -> None:
                 ("POST", "/admin/replicas", {"url": "http://u:p@x:1"}, 400),
                 ("POST", "/admin/replicas", {"url": "http://x:99999999"}, 400),
                 ("POST", "/admin/replicas", {"url": "http://" + "x" * 2000}, 400),
+                ("POST", "/admin/replicas", {"url": "http://x:1/v1"}, 400),
+                ("POST", "/admin/replicas", {"url": "http://x:0"}, 400),
+                ("POST", "/admin/replicas", {"url": "http://x y:1"}, 400),
+                ("POST", "/admin/replicas", {"url": "http://x:1", "flet": "one"}, 400),
                 ("POST", "/admin/replicas", {"url": fleet[0].url, "fleet": "none"}, 404),
                 ("POST", "/admin/replicas", {"url": fleet[0].url, "fleet": 5}, 404),
                 ("DELETE", "/admin/replicas/nobody:1", None, 404),
@@ -226,8 +230,10 @@ async def test_the_admin_api_says_what_is_wrong() -> None:
                 assert (answered, list(told)) == (status, ["error"]), (method, path, body, told)
             async with roost.http.post(f"http://127.0.0.1:{roost.admin_port}/admin/replicas", data=b"{") as response:
                 assert response.status == 400
+            told = (await roost.admin("POST", "/admin/replicas", {"url": "http://u:secret@x:1"}))[1]
+            assert "secret" not in told["error"]
             assert list(await roost.replicas()) == [fleet[0].id]
-            assert await roost.admin("POST", "/admin/replicas", {"url": fleet[0].url + "/"}) == (
+            assert await roost.admin("POST", "/admin/replicas", {"url": fleet[0].url.upper() + "/"}) == (
                 200,
                 {"id": fleet[0].id, "fleet": "one", "added": False},
             )
@@ -268,4 +274,6 @@ async def test_decisions_show_every_candidates_cost_and_what_came_true() -> None
         only = (await roost.admin("GET", f"/admin/decisions?replica={home}&limit=2"))[1]["decisions"]
         assert [each["replica"] for each in only] == [home, home]
         session = older[0]["session"]
-        assert len((await roost.admin("GET", f"/admin/decisions?session={session}"))[1]["decisions"]) == 3
+        told = (await roost.turn(asked)).session
+        for named in (session, session[:12], told):
+            assert len((await roost.admin("GET", f"/admin/decisions?session={named}"))[1]["decisions"]) == 4
