@@ -284,7 +284,6 @@ class Limits(Group):
         description="Further replicas tried when one fails before its first byte (count). 2: then it is not the "
         "replica.",
     )
-
     bare_abort_agents: tuple[Text, ...] = Field(
         ("QwenCode/", "claude-cli/"),
         description="User-Agent prefixes, case ignored, of clients whose broken stream is cut without an error event. "

@@ -54,8 +54,7 @@ def cautions(settings: Settings) -> tuple[Problem, ...]:
             Problem(
                 ("timeouts", "keepalive_s"),
                 f"{settings.timeouts.keepalive_s:g} s is not below the {ENGINE_KEEPALIVE_S:g} s after which SGLang "
-                "closes an "
-                "idle connection, so turns will now and then meet a closed one",
+                "closes an idle connection, so turns will now and then meet a closed one",
                 f"less than {ENGINE_KEEPALIVE_S:g}, or a larger SGLANG_TIMEOUT_KEEP_ALIVE on every replica",
             )
         )
@@ -70,10 +69,6 @@ def _listeners(settings: Settings) -> Iterator[Problem]:
             ("admin", "port"),
             f"{admin.port} is also listen.port; clients must not reach the admin API",
             "a port of its own",
-        )
-    if settings.workers > 1 and listen.port == 0:
-        yield Problem(
-            ("listen", "port"), f"0 would give each of the {settings.workers} workers another port", "a fixed port"
         )
 
 
@@ -97,8 +92,7 @@ def _store(settings: Settings) -> Iterator[Problem]:
         yield Problem(
             ("store", "lease_renew_s"),
             f"{store.lease_renew_s:g} s is not below store.lease_ttl_s ({store.lease_ttl_s:g} s), so running turns "
-            "would lose "
-            "their lease",
+            "would lose their lease",
             f"less than {store.lease_ttl_s:g}; a third of it is good",
         )
 

@@ -24,7 +24,7 @@ from tests.integration.conversations import Conversation
 from tests.integration.replicas import PATHS, PATIENCE_S, Replica
 
 ROOST = str(Path(sys.executable).with_name("roost"))
-_SERVING = r"serving on \S+ port (\d+), admin API on \S+ port (\d+)"
+SERVING = r"serving on \S+ port (\d+), admin API on \S+ port (\d+)"
 _ACCEPTS = re.compile(r"worker (\d+) accepts, pid (\d+)")
 
 
@@ -256,7 +256,7 @@ async def supervised(folder: Path, replicas: Sequence[Replica], **groups: Any) -
     """The command, once all its workers accept and know the replicas."""
     with reserved_port() as port:
         async with command(folder, settings_for(replicas, listen={"port": port}, **groups)) as roost:
-            serving = await roost.log.line(_SERVING)
+            serving = await roost.log.line(SERVING)
             roost.port, roost.admin_port = int(serving[1]), int(serving[2])
             for place in roost.workers():
                 async with roost.connection(only=place) as connection:

@@ -22,6 +22,7 @@ from router.supervisor.crew import Crew
 from tests.integration.conversations import Conversation
 from tests.integration.replicas import Gate, Visit, events, replicas
 from tests.integration.supervised import (
+    SERVING,
     Connection,
     Supervised,
     command,
@@ -120,7 +121,9 @@ async def test_workers_share_bindings_membership_and_one_admin_api(folder: Path)
             assert (await connection.turn(Conversation(name)))[0] == fleet[2].id
 
         assert (await roost.admin("POST", "/admin/replicas", {"url": "nonsense"}))[0] == 400
-        assert await roost.admin("GET", "/nowhere") == (404, {"error": "GET /nowhere: Not Found"})
+        status, wrong = await roost.admin("GET", "/nowhere")
+        assert (status, list(wrong)) == (404, ["error"])
+        assert wrong["error"].startswith("GET /nowhere: no such path")
         assert await roost.admin_text("GET", "/livez") == (200, "ok\n")
         assert await roost.admin_text("GET", "/readyz") == (200, "ok\n")
 
@@ -233,6 +236,34 @@ async def test_sigterm_lets_running_streams_finish(folder: Path) -> None:
         assert list(roost.folder.iterdir()) == []
 
 
+async def test_one_process_stops_as_several_do(folder: Path) -> None:
+    """`workers: 1`: the first SIGINT lets running streams finish and says so, the second cuts them; nothing is left."""
+    async with replicas(1, script=_Halfway()) as fleet, supervised(folder, fleet, workers=1) as roost:
+        await roost.log.line("is ready")
+        async with roost.connection() as only:
+            response = await _begun(only, "a")
+            roost.process.send_signal(signal.SIGINT)
+            await roost.log.line("stopping: not ready")
+            await roost.refusing()
+            roost.process.send_signal(signal.SIGINT)
+            with pytest.raises(aiohttp.ClientError):
+                await response.read()
+        assert await roost.exit_code() == 0
+        said = await roost.log.end()
+        assert "stopping at once" in said
+        assert "Traceback" not in said
+        assert list(roost.folder.iterdir()) == []
+
+
+async def test_workers_share_a_port_that_the_system_chose(folder: Path) -> None:
+    """Port 0 is bound once, by the supervisor, which says what it became."""
+    async with command(folder, settings_for([], listen={"port": 0})) as roost:
+        roost.port = int((await roost.log.line(SERVING))[1])
+        for place in (0, 1):
+            async with roost.connection(only=place) as connection:
+                await connection.settled()
+
+
 async def test_a_second_sigint_kills(folder: Path) -> None:
     """The first SIGINT stops as SIGTERM does, the second waits for nobody, hung workers included."""
     async with replicas(1, script=_Halfway()) as fleet, supervised(folder, fleet) as roost:
@@ -281,7 +312,8 @@ async def test_a_taken_port_is_said_and_ends_it(folder: Path) -> None:
         async with command(folder, settings_for([], listen={"port": port})) as roost:
             assert await roost.exit_code() == 1
             said = await roost.log.end()
-    assert said == f"roost: listen: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+    why = "Address already in use (listen.port chooses another)"
+    assert said == f"roost: listen: cannot listen on 127.0.0.1 port {port}: {why}\n"
 
 
 async def test_a_worker_that_cannot_start_ends_it_with_its_message(folder: Path) -> None:
