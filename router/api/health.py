@@ -31,5 +31,5 @@ class Health:
         if self.stopping:
             return "shutting down"
         if not self._fleets.ready():
-            return "no replica is ready"
+            return "no replica is ready; GET /admin/replicas of the admin API says why"
         return None

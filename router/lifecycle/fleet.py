@@ -77,6 +77,8 @@ class ReplicaHealth:
     lives: int = 0
     """Lives noticed when `life` was recorded."""
     life: str = ""
+    told_ready: bool | None = None
+    """What the log last said of it."""
 
 
 def replica_id(url: str) -> str:
@@ -218,15 +220,21 @@ class FleetRuntime:
     def observed(self, member_id: str, observation: Observation) -> None:
         """Take in one look at a replica."""
         health = self._health.setdefault(member_id, ReplicaHealth())
-        was = self.healthy(member_id)
         health.observation = observation
         health.failed_probes = 0 if observation.reachable else health.failed_probes + 1
         # Silence takes no refusal back: a host that has gone refuses at first and is silent then.
         refuses = observation.failure in (Failure.REFUSED, Failure.UNRESOLVED)
         health.refused = not observation.reachable and (health.refused or refuses)
         health.foreign = (*health.foreign, self._foreign_now(member_id, observation))[-FOREIGN_WINDOW:]
-        if self.healthy(member_id) != was:
-            log.info("replica %s of fleet %s is %s", member_id, self.name, "not ready" if was else "ready")
+        now = self.healthy(member_id)
+        if now is health.told_ready:
+            return
+        health.told_ready = now
+        if now:
+            log.info("replica %s of fleet %s is ready", member_id, self.name)
+        else:
+            why = "; ".join(observation.problems) or "it says so"
+            log.warning("replica %s of fleet %s is not ready: %s", member_id, self.name, why)
 
     def refused_connection(self, member_id: str) -> None:
         """A turn found nobody listening: unhealthy until a probe says otherwise."""
@@ -394,8 +402,7 @@ class FleetRuntime:
 
 def _incarnation(member: Member, seen: Observation, health: ReplicaHealth) -> str:
     """The life that is being lived there. Where the engine shows nothing that tells its lives apart, a restart that
-    this
-    router noticed begins the next numbered one, unless another router has recorded it already.
+    this router noticed begins the next numbered one, unless another router has recorded it already.
     """
     if seen.incarnation is not None:
         return seen.incarnation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -182,6 +183,22 @@ async def test_a_replica_nobody_has_seen_is_not_ready() -> None:
     _, fleet = await one_replica()
     assert not fleet.healthy("r0:1")
     assert not fleet.healthy("unheard of")
+
+
+async def test_the_log_says_once_that_a_replica_is_not_ready_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    """From the first look on: who gives a wrong URL reads it, and is not told again every second."""
+    caplog.set_level(logging.INFO, "roost.fleet")
+    _, fleet = await one_replica()
+    for seen in (replace(DOWN, problems=("/ready: refused",)), DOWN, UP, UP, replace(UP, ready=False)):
+        fleet.observed("r0:1", seen)
+    fleet.refused_connection("r0:1")
+    fleet.observed("r0:1", UP)
+    assert [record.getMessage().removeprefix("replica r0:1 of fleet ") for record in caplog.records] == [
+        f"{FLEET} is not ready: /ready: refused",
+        f"{FLEET} is ready",
+        f"{FLEET} is not ready: it says so",
+        f"{FLEET} is ready",
+    ]
 
 
 async def test_a_refused_connection_says_enough_and_the_next_good_probe_brings_the_replica_back() -> None:
