@@ -80,19 +80,30 @@ def router(
         list[str] | None,
         typer.Option(metavar="URL", help="Root URL of a replica of the fleet `default`; may be repeated."),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (listen.host).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on (listen.port).")] = None,
-    admin_host: Annotated[str | None, typer.Option(help="Address of the admin API (admin.host).")] = None,
-    admin_port: Annotated[int | None, typer.Option(help="Port of the admin API and /metrics (admin.port).")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (listen.host); 127.0.0.1 by default.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (listen.port); 8080 by default.")] = None,
+    admin_host: Annotated[
+        str | None, typer.Option(help="Address of the admin API (admin.host); 127.0.0.1 by default.")
+    ] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Port of the admin API and /metrics (admin.port); 9090 by default.")
+    ] = None,
     redis: Annotated[str | None, typer.Option(metavar="URL", help="Redis shared by all routers (store.url).")] = None,
-    store: Annotated[str | None, typer.Option(metavar="KIND", help="embedded, redis or memory (store.kind).")] = None,
-    policy: Annotated[str | None, typer.Option(metavar="NAME", help="How every fleet chooses a replica.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes that share the port (workers).")] = None,
-    log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="Least severe line (log.level).")] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="KIND", help="embedded (default), redis or memory (store.kind).")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="How every fleet chooses a replica; roost by default.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that share the port (workers); 1 by default.")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="Least severe line (log.level); info by default.")
+    ] = None,
 ) -> None:
     """Route turns to replicas until told to stop.
 
-    Flags win over the environment (ROOST_STORE__URL), that over the file, that over the defaults.
+    Flags win over the environment (ROOST_STORE__URL), that over the file, that over the defaults; `roost config show`
+    prints all settings. Ctrl-C or SIGTERM lets running turns finish, a second Ctrl-C does not.
     """
     from router.settings import Flags
 
@@ -119,7 +130,10 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with settings.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a file: exit code 0 when nothing is, 2 otherwise. The environment is not looked at."""
+    """Say what is wrong with a file.
+
+    Exit code 0 when nothing is, 2 otherwise. The environment is not looked at.
+    """
     from router.settings import ConfigError, Problem, cautions, load
 
     problems: tuple[Problem, ...] = ()
@@ -143,7 +157,10 @@ def show(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with settings.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
 ) -> None:
-    """Print the settings in effect: defaults, file and environment together, passwords masked."""
+    """Print the settings in effect.
+
+    Defaults, file and environment together, passwords masked.
+    """
     import yaml
 
     from router.settings import Flags, effective

@@ -17,6 +17,6 @@ def load(path: Path) -> Trace:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
             return read(lines)
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise TraceError(f"cannot read {path}: {error}") from error
+        raise TraceError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None

@@ -89,6 +89,23 @@ def test_every_flag_of_the_contract_reaches_the_router(started: list[Settings], 
     assert settings.fleets == (Fleet(name="default", replicas=("http://x:1", "http://y:2"), policy="round_robin"),)
 
 
+def test_help_tells_the_defaults_in_effect() -> None:
+    """They are written out there, since settings are not loaded for a help text."""
+    words = " ".join(runner.invoke(app, ["router", "--help"], env={"COLUMNS": "200"}).stdout.split())
+    default = Settings()
+    for said in (
+        f"(listen.host); {default.listen.host} by default",
+        f"(listen.port); {default.listen.port} by default",
+        f"(admin.host); {default.admin.host} by default",
+        f"(admin.port); {default.admin.port} by default",
+        f"{default.store.kind} (default), redis or memory",
+        f"replica; {default.fleets[0].policy} by default",
+        f"(workers); {default.workers} by default",
+        f"(log.level); {default.log.level} by default",
+    ):
+        assert said in words
+
+
 def test_the_environment_is_read(started: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOST_WORKERS", "3")
     monkeypatch.setenv("ROOST_LISTEN__PORT", "3")
