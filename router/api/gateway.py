@@ -26,13 +26,12 @@ from router.lifecycle.turn import Turns
 from router.placement.identity import Identity, session_token
 from router.ports import BodyReader, ForwardRequest
 from router.telemetry.events import Observer, TurnRefused
-from router.upstream.wire import forward_request_headers
+from router.upstream.wire import Header, forward_request_headers
 
 __all__ = ["Gateway", "GatewayLimits"]
 
 log = logging.getLogger("roost.gateway")
 
-Header = tuple[bytes, bytes]
 _REPLICA: Final = REPLICA_HEADER.encode()
 _REASON: Final = REASON_HEADER.encode()
 _SESSION: Final = SESSION_HEADER.encode()

@@ -37,8 +37,7 @@ def repair(names: tuple[str, ...], dialect: Dialect, body: bytes) -> tuple[bytes
 
 def _anthropic_thinking_display(dialect: Dialect, body: bytes) -> bytes | None:
     """Interactive Claude Code sends `thinking.display: "updates"`; SGLang takes only "summarized" and "omitted", and
-    streams
-    thinking whatever it says. The member is set to "summarized".
+    streams thinking whatever it says. The member is set to "summarized".
     """
     if dialect is not Dialect.MESSAGES or b'"thinking"' not in body or b'"display"' not in body:
         return None

@@ -31,8 +31,7 @@ class Fleets:
 
         A name is looked for among configured names, then among what replicas serve, then without a LoRA suffix
         (`model:adapter`), then in a fleet that takes any. While the only fleet does not know its models yet, it takes
-        all.
-        Raises UnknownModel, or MalformedRequest where a model must be named to choose a fleet.
+        all. Raises UnknownModel, or MalformedRequest where a model must be named to choose a fleet.
         """
         if model is None:
             if len(self._fleets) == 1:

@@ -3,8 +3,7 @@
 *Tenant* comes from the API key (hashed; the key itself is never kept). *Session* comes from the first configured header
 that is present, else the first configured body field, else there is none. Its raw value is hashed with the tenant
 before anything else sees it: tenants cannot meet, and no raw id reaches the store, a log or a metric. *Branch* comes
-from the
-prompt: see `prefix` and `lineage`.
+from the prompt: see `prefix` and `lineage`.
 
 Reading is lenient: a field of an unexpected type counts as absent, because the engine is the judge of the body. Only a
 body that is not JSON at all is refused, on paths that require JSON.

@@ -46,10 +46,8 @@ def retire(folder: Path, pid: int) -> None:
             continue
         try:
             _add(file, folder / f"{kind}_{_DEAD}.db")
-        except (
-            struct.error,
-            RuntimeError,
-        ):  # it died while making the file, or wrote into it what no scrape could read
+        except (struct.error, RuntimeError):
+            # It died while making the file, or wrote into it what no scrape could read.
             log.warning("the %ss of the worker with pid %d are lost: its file cannot be read", kind, pid)
         file.unlink()
 

@@ -1,8 +1,7 @@
 """Events as Prometheus metrics. Base units; every label is bounded by configuration, membership or an enum.
 
 What to do about them stands in router/README.md. With several workers prometheus-client's multiprocess mode adds them
-up
-exactly: gauges are sums over living processes, counters outlive theirs.
+up exactly: gauges are sums over living processes, counters outlive theirs.
 """
 
 from __future__ import annotations
