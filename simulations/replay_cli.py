@@ -125,6 +125,8 @@ def replay(
         session_header=session_header,
         fan_out=fan_out,
     )
+    _in_a_folder(json_file, "--json")
+    _in_a_folder(plot, "--plot")
     _drawable(plot)
     try:
         recorded = None if trace == SYNTHETIC else load_trace(Path(trace))
@@ -173,6 +175,12 @@ def _positive(token_scale: float) -> float:
     if not 0 < token_scale <= 16:
         raise typer.BadParameter("more than 0 and at most 16", param_hint="--token-scale")
     return token_scale
+
+
+def _in_a_folder(file: Path | None, flag: str) -> None:
+    """Said before the run, not after it."""
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.parent}", param_hint=flag)
 
 
 def _drawable(plot: Path | None) -> None:

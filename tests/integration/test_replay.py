@@ -435,6 +435,7 @@ async def test_ctrl_c_ends_with_what_was_measured(tmp_path: Path) -> None:
         (("{trace}", "--url", "{live}", "--context", "10"), 1, "no session fits"),
         (("{trace}", "--url", "{live}", "--open-loop", "trace"), 1, "no common clock"),
         (("nothing.jsonl", "--url", "{live}"), 1, "cannot read"),
+        (("synthetic", "--url", "{live}", "--json", "no/such/x.json"), 2, "no folder"),
         (("{trace}", "--url", "{live}", "--open-loop", "-1"), 2, "neither a positive rate"),
         (("{trace}", "--url", "{live}", "--dialect", "other"), 2, "chat"),
         (("{trace}", "--url", "{live}", "--plot", "p.gif"), 2, ".png or .svg"),
