@@ -16,6 +16,8 @@ class End(StrEnum):
     CLIENT_GONE = "client_gone"
     UPSTREAM_BROKEN = "upstream_broken"
     """The upstream died, reset or went silent after its head."""
+    REJECTED = "rejected"
+    """The replica judged the request wrong (4xx other than 429): the client's doing."""
     UPSTREAM_ERROR = "upstream_error"
     """The upstream answered with an error status or an error event."""
     UNREACHED = "unreached"

@@ -78,7 +78,9 @@ class Load:
     prefill_tokens: int = 0
     """Uncached prompt tokens of turns whose first byte has not come yet."""
     locked_tokens: int = 0
-    """KV tokens that running turns hold or will hold; not evictable."""
+    """KV tokens that running turns are adding. What they reuse was counted when it was admitted, and a prefix that
+    several of them share would else count once for each.
+    """
     admitted_tokens: int = 0
     """KV tokens newly written in this incarnation's life; never goes down within a life."""
     crowd: float = 0.0

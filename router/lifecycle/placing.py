@@ -238,7 +238,7 @@ class Placing:
             replica=placed.replica,
             incarnation=placed.incarnation,
             prefill_tokens=waiting,
-            locked_tokens=turn.prompt_tokens + turn.output_tokens,
+            locked_tokens=placed.prefill_tokens + turn.output_tokens,
             branch=lineage.branch,
             session=lineage.session,
             version=known.version if known is not None else None,

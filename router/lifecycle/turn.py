@@ -37,6 +37,7 @@ from router.telemetry.events import Observer
 __all__ = ["Turns"]
 
 OK_STATUS: Final = 200
+TOO_MANY_STATUS: Final = 429
 
 ReaderFor = Callable[[Facts, ResponseHead], BodyReader]
 Label = Callable[[Placed, Turn], Sequence[tuple[bytes, bytes]]]
@@ -163,10 +164,7 @@ class Turns:
                 if next_place is None:
                     raise NotPlaced("every replica that could take the turn is full") from None
                 return next_place
-            if exchange.head.status >= 400 or passage.reader.error is not None:
-                end = End.UPSTREAM_ERROR
-            elif passage.reader.terminal:
-                end = End.COMPLETE
+            end = _end_of(exchange.head.status, passage.reader)
             return None
         except asyncio.CancelledError:
             end = End.COMPLETE if passage.reader.terminal else End.CLIENT_GONE
@@ -265,6 +263,15 @@ class Turns:
             response_id=reader.response_id,
             streamed=facts.stream,
         )
+
+
+def _end_of(status: int, reader: BodyReader) -> End:
+    """How a response ended that its framing says is whole."""
+    if 400 <= status < 500 and status != TOO_MANY_STATUS:
+        return End.REJECTED
+    if status >= 400 or reader.error is not None:
+        return End.UPSTREAM_ERROR
+    return End.COMPLETE if reader.terminal else End.UPSTREAM_BROKEN
 
 
 class _NoReader:

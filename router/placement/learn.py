@@ -50,7 +50,7 @@ def learn(turn: Turn, text_bytes: int, placed: Placed, replica: Replica, rates: 
     """Compare `outcome` with what was expected at `replica` (as it stood at the decision) and say what to believe
     now.
     """
-    if outcome.ttft_s is None or outcome.end in (End.UNREACHED, End.UPSTREAM_ERROR):
+    if outcome.ttft_s is None or outcome.end in (End.UNREACHED, End.UPSTREAM_ERROR, End.REJECTED):
         return Learned(None, 0, 0, 0)
     usage = outcome.usage
     if max(usage.prompt_tokens or 0, usage.output_tokens or 0) > COUNT_MAX:

@@ -2,7 +2,7 @@
 
 A replica counts the KV tokens newly written in its life (`Load.admitted_tokens`). A branch remembers, for each replica
 incarnation that served it, how many tokens it left and the counter at that moment (`Residue`). Tokens admitted since
-then estimate the LRU stack distance: what still fits on the device, beside what running turns lock, is on the device;
+then estimate the LRU stack distance: what still fits on the device, beside what running turns add, is on the device;
 what fits on device plus host is on the host (HiCache); the rest is gone. LRU eviction takes leaves first, so a prefix
 goes last. Corrected by what the engine reports (`Beliefs.residency_factor`) and void with the incarnation.
 """

@@ -28,7 +28,9 @@ class TurnLog:
     def emit(self, event: TurnStarted | TurnFinished | TurnRefused) -> None:
         """See `router.telemetry.events.Observer`."""
         if isinstance(event, TurnFinished):
-            level = logging.INFO if event.outcome.end in (End.COMPLETE, End.CLIENT_GONE) else logging.WARNING
+            level = (
+                logging.INFO if event.outcome.end in (End.COMPLETE, End.CLIENT_GONE, End.REJECTED) else logging.WARNING
+            )
             if log.isEnabledFor(level):
                 log.log(level, "turn", extra={_FIELDS: _turn_fields(event)})
 

@@ -58,10 +58,10 @@ def test_a_session_is_shown_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("end", list(End))
 def test_a_turn_that_failed_is_a_warning(monkeypatch: pytest.MonkeyPatch, end: End) -> None:
-    """A client that left is none."""
+    """A client that left, or asked for what cannot be, is none."""
     text = written(monkeypatch, "info", "json")
     TurnLog().emit(dataclasses.replace(DONE, outcome=Outcome(end, 200, Usage())))
-    level = "info" if end in (End.COMPLETE, End.CLIENT_GONE) else "warning"
+    level = "info" if end in (End.COMPLETE, End.CLIENT_GONE, End.REJECTED) else "warning"
     assert json.loads(text.getvalue())["level"] == level
 
 

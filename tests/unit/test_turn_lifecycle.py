@@ -68,7 +68,7 @@ async def test_the_undisturbed_path_asks_the_store_twice_before_the_request_goes
 async def test_an_error_status_is_relayed_and_leaves_nothing_behind() -> None:
     world = await stage()
     answer_everywhere(world, Answer(status=400, headers=FULL.headers, chunks=(b'{"error":{"message":"too long"}}',)))
-    assert await ends(world, prompt(LONG)) is End.UPSTREAM_ERROR
+    assert await ends(world, prompt(LONG)) is End.REJECTED
     assert world.served[0].head is not None
     assert world.served[0].head.status == 400
     (branch,) = world.store.branches().values()
@@ -89,7 +89,7 @@ async def test_a_longer_prompt_that_failed_counts_in_the_estimate_of_the_next() 
     answer_everywhere(world, tokens(prompt=5_000))
     await world.serve(prompt(LONG))
     answer_everywhere(world, Answer(status=400, headers=FULL.headers, chunks=(b"{}",)))
-    assert await ends(world, prompt(LONG, "ok", LONG)) is End.UPSTREAM_ERROR
+    assert await ends(world, prompt(LONG, "ok", LONG)) is End.REJECTED
     failed = world.recent.newest(1)[0].turn
     assert failed.prompt_tokens > 9_000
     (branch,) = world.store.branches().values()
@@ -97,6 +97,18 @@ async def test_a_longer_prompt_that_failed_counts_in_the_estimate_of_the_next() 
     await world.serve(prompt(LONG, "ok", LONG))
     again = world.recent.newest(1)[0].turn
     assert again.prompt_tokens == failed.prompt_tokens
+
+
+async def test_a_lease_locks_what_its_turn_adds() -> None:
+    """What it reuses is in the cache already, and a prefix that several turns share is there once."""
+    world = await stage()
+    answer_everywhere(world, tokens(prompt=5_000, cached=0))
+    await world.serve(prompt(LONG))
+    await world.settled()
+    await world.serve(prompt(LONG, "ok", "next"))
+    placed, turn = world.recent.newest(1)[0].placed, world.recent.newest(1)[0].turn
+    assert placed.cached_tokens >= 5_000
+    assert world.store.claims[-1].locked_tokens == turn.prompt_tokens - placed.cached_tokens + turn.output_tokens
 
 
 async def test_a_replica_that_refuses_is_left_and_the_branch_moves() -> None:
