@@ -51,7 +51,8 @@ def serving_with(kind: str, *options: str) -> Iterator[tuple[subprocess.Popen[by
 def serving_at(kind: str, path: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """A server at a unix socket of that path, once it listens."""
     path.unlink(missing_ok=True)
-    command = [str(binary(kind)), "--port", "0", "--save", "", "--appendonly", "no", "--unixsocket", str(path), *options]
+    quiet = ("--port", "0", "--save", "", "--appendonly", "no")
+    command = [str(binary(kind)), *quiet, "--unixsocket", str(path), *options]
     process = subprocess.Popen(command, cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         assert process.stdout is not None
