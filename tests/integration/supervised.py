@@ -143,6 +143,8 @@ class Supervised:
                     _, writer = await asyncio.open_connection("127.0.0.1", self.port)
                 except ConnectionRefusedError:
                     return
+                except ConnectionResetError:  # the listener closed while this connection waited in its queue
+                    continue
                 writer.close()
                 with suppress(ConnectionError):
                     await writer.wait_closed()
