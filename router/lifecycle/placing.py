@@ -156,6 +156,7 @@ class Placing:
             session_home=_session_home(facts, view, lineage, snapshot),
             only=view.response_replica,
             tried=attempts.tried,
+            rates=rates,
         )
         if isinstance(decision, Refused):
             raise NotPlaced(decision.why, decision.retry_after_s)
@@ -176,7 +177,9 @@ class Placing:
             lineage = replace(lineage, known=Branch(lineage.branch, lineage.session, home=home))
         rates = rates_of(snapshot)
         turn = turn_of(turn_id, facts, lineage, rates, self._tuning, sequence)
-        decision = decide(turn, lineage, snapshot, "rendezvous", self._tuning, only=home, tried=attempts.tried)
+        decision = decide(
+            turn, lineage, snapshot, "rendezvous", self._tuning, only=home, tried=attempts.tried, rates=rates
+        )
         if isinstance(decision, Refused):
             raise NotPlaced(decision.why, decision.retry_after_s)
         return self._hold(fleet, snapshot, rates, facts, lineage, turn, decision, attempts, blind=True)
@@ -231,8 +234,11 @@ class Placing:
         observed = chosen.load.in_flight if checked and chosen is not None else None
         waiting = placed.prefill_tokens if placed.prefill_tokens >= WAITING_TOKENS_MIN else 0
         tip = lineage.tip if lineage.keeps_tip else None
-        homeless = _session_home(facts, view, lineage, held.snapshot) is None
-        sticky = record.policy == "session_sticky" and facts.session is not None and homeless
+        sticky = (
+            record.policy == "session_sticky"
+            and facts.session is not None
+            and _session_home(facts, view, lineage, held.snapshot) is None
+        )
         return Claim(
             lease=held.lease,
             replica=placed.replica,

@@ -51,11 +51,12 @@ def decide(
     session_home: Binding | None = None,
     only: Binding | None = None,
     tried: Tried | None = None,
+    rates: Rates | None = None,
 ) -> Decision:
     """Place the turn, or refuse it.
 
     `only`: the replica that must take it if it may, since it alone holds a stored response that the turn names, or
-    since nothing is known of the others.
+    since nothing is known of the others. `rates`: the fleet's, where the caller has worked them out already.
     """
     tried = tried or {}
     home = lineage.known.home if lineage.known is not None else None
@@ -76,7 +77,7 @@ def decide(
         residues=lineage.parent.residues if lineage.parent is not None else (),
         eligible=tuple(_spared(replica, lineage, fleet, tuning) for replica in candidates),
         fleet=fleet,
-        rates=rates_of(fleet),
+        rates=rates if rates is not None else rates_of(fleet),
         tuning=tuning,
     )
     ranked = POLICIES[policy](choice)
