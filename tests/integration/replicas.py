@@ -41,6 +41,8 @@ class Seen:
     target: str
     headers: Headers
     body: bytes
+    head: bytes = b""
+    """Request line and headers, as they came."""
 
     @property
     def path(self) -> str:
@@ -326,7 +328,7 @@ async def _read(reader: asyncio.StreamReader) -> Seen:
         headers.append((name, value.strip()))
         if name.lower() == b"content-length":
             length = int(value)
-    return Seen(method.decode(), target.decode("latin-1"), headers, await reader.readexactly(length))
+    return Seen(method.decode(), target.decode("latin-1"), headers, await reader.readexactly(length), head)
 
 
 # --- what an engine says ---------------------------------------------------------------------------------------------
