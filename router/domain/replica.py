@@ -86,6 +86,8 @@ class Load:
     crowd: float = 0.0
     """Weight of live branches bound here, decayed to `crowd_at_s`."""
     crowd_at_s: float = 0.0
+    live_tokens: float = 0.0
+    """KV tokens that live branches bound here want kept, decayed to `crowd_at_s`."""
 
 
 ZERO_LOAD = Load()

@@ -98,6 +98,10 @@ class Branch:
     weight: float = 0.0
     """Its share in its home's `Load.crowd` at `active_at_s`."""
     active_at_s: float = 0.0
+    live_tokens: int = 0
+    """Its share in its home's `Load.live_tokens` at `active_at_s`."""
+    inherited_tokens: int = 0
+    """Tokens its prompts begin with that the branch it forked from counts at the same home."""
     tips: tuple[Boundary, ...] = ()
     residues: tuple[Residue, ...] = ()
 

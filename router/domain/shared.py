@@ -73,6 +73,12 @@ class Claim:
     """The branch's share of its home's crowd from now on."""
     text_bytes: int
     crowd_half_life_s: float
+    live_tokens: int = 0
+    """The branch's share of its home's live tokens from now on."""
+    inherited_tokens: int = 0
+    """See `Branch.inherited_tokens`."""
+    named: bool = False
+    """The session has an id of its own, and is remembered even where it has neither head nor home."""
     observed_in_flight: int | None = None
     """In-flight turns the decision saw at `replica`; more now (beyond `slack`) is stale. None: not checked."""
     slack: int = 0

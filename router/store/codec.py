@@ -2,11 +2,11 @@
 
 All numbers are little-endian; every record begins with the byte 1. *text* is one length byte and that many bytes.
 
-    load      in_flight u32, prefill i64, locked i64, admitted i64, crowd f64, crowd_at f64, life u32;
+    load      in_flight u32, prefill i64, locked i64, admitted i64, crowd f64, live f64, crowd_at f64, life u32;
               incarnation: the rest
     beliefs   eight f64 in the order of `Beliefs`' fields
     lease     life u32, prefill i64, locked i64; replica text, branch text
-    branch    version, turns, in_flight, tokens, text_bytes: u32 each; weight f64, active_at f64;
+    branch    version, turns, in_flight, tokens, text_bytes, live, inherited: u32 each; weight f64, active_at f64;
               session text, home replica text, home incarnation text;
               count u8 of tips, each hash 16 bytes, text_bytes u32;
               count u8 of residues, each replica text, incarnation text, tokens u32, admitted_mark i64
@@ -54,9 +54,9 @@ _FORMAT = 1
 _HASH_BYTES = 16
 _TEXT_MAX = 255
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
-_LOAD = struct.Struct("<BIqqqddI")
+_LOAD = struct.Struct("<BIqqqdddI")
 _BELIEFS = struct.Struct(f"<B{len(fields(Beliefs))}d")
-_BRANCH = struct.Struct("<BIIIIIdd")
+_BRANCH = struct.Struct("<BIIIIIIIdd")
 _BOUNDARY = struct.Struct(f"<{_HASH_BYTES}sI")
 _RESIDUE = struct.Struct("<Iq")
 _REPORT = struct.Struct("<Bq")
@@ -102,13 +102,13 @@ def pack_boundaries(boundaries: tuple[Boundary, ...]) -> bytes:
 def unpack_load(raw: bytes) -> tuple[Load, str] | None:
     """A load entry and its incarnation."""
     try:
-        tag, in_flight, prefill, locked, admitted, crowd, crowd_at_s, _life = _LOAD.unpack_from(raw)
+        tag, in_flight, prefill, locked, admitted, crowd, live, crowd_at_s, _life = _LOAD.unpack_from(raw)
         incarnation = raw[_LOAD.size :].decode()
     except _MALFORMED:
         return None
-    if tag != _FORMAT or min(prefill, locked, admitted) < 0 or not (_sane(crowd) and _sane(crowd_at_s)):
+    if tag != _FORMAT or min(prefill, locked, admitted) < 0 or not all(map(_sane, (crowd, live, crowd_at_s))):
         return None
-    return Load(in_flight, prefill, locked, admitted, crowd, crowd_at_s), incarnation
+    return Load(in_flight, prefill, locked, admitted, crowd, crowd_at_s, live), incarnation
 
 
 def pack_beliefs(beliefs: Beliefs) -> bytes:
@@ -128,7 +128,9 @@ def unpack_beliefs(raw: bytes) -> Beliefs | None:
 def unpack_branch(branch_id: str, raw: bytes) -> Branch | None:
     """A branch record."""
     try:
-        tag, version, turns, in_flight, tokens, text_bytes, weight, active_at_s = _BRANCH.unpack_from(raw)
+        tag, version, turns, in_flight, tokens, text_bytes, live, inherited, weight, active_at_s = (
+            _BRANCH.unpack_from(raw)
+        )
         if tag != _FORMAT or not (_sane(weight) and _sane(active_at_s)):
             return None
         session, at = _text(raw, _BRANCH.size)
@@ -155,6 +157,8 @@ def unpack_branch(branch_id: str, raw: bytes) -> Branch | None:
             text_bytes=text_bytes,
             weight=weight,
             active_at_s=active_at_s,
+            live_tokens=live,
+            inherited_tokens=inherited,
             tips=tips,
             residues=tuple(residues),
         )

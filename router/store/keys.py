@@ -41,7 +41,7 @@ __all__ = [
     "schema_key",
 ]
 
-SCHEMA = "1"
+SCHEMA = "2"
 """Version of this table. Change it with any change here or in `codec` that an older router would misread."""
 
 HEADS_KEPT = 8

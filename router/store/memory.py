@@ -20,10 +20,12 @@ version. So of two that race for the same tip, or the same branch, one wins. A b
 points at is; a claim takes over its new tip, and other tips only where nobody else's live; given up boundaries are
 forgotten, unless they have become another branch's. `settle` with 0 tokens leaves residues as they were (the turn
 left nothing, earlier ones may have); with more it replaces those of that replica and stamps the counter's value. Four
-residues and, in a session, eight heads are kept, newest first. A session is remembered once it has a head or a home.
+residues and, in a session, eight heads are kept, newest first. A session is remembered once it has a head or a home,
+or its claim says that it is named.
 
-**Crowd.** `acquire` moves the branch's share, decayed by half every `crowd_half_life_s`, out of its old home and its
-new weight into its new one, each only where the load entry is still of that incarnation. Never below zero.
+**Crowd.** `acquire` moves the branch's shares of crowd and live tokens, decayed by half every `crowd_half_life_s`, out
+of its old home and its new ones into its new home, each only where the load entry is still of that incarnation. Never
+below zero. Both sums are decayed to one instant, `crowd_at_s`.
 
 **Settle** is idempotent by lease: counts change only while the lease is recorded. Tokens, residue, beliefs and
 response are written by every call, for a turn may outlive its lease.
@@ -149,9 +151,9 @@ class MemoryStore:
             life, claim.branch, claim.prefill_tokens, claim.locked_tokens, _until_ms(now_s, claim.lease_ttl_s)
         )
         if old is not None:
-            share = _decayed(old.weight, now_s - old.active_at_s, claim.crowd_half_life_s)
-            _join(at.life(old.home), -share, now_s, claim.crowd_half_life_s)
-        _join(at.life(claim.home), claim.weight, now_s, claim.crowd_half_life_s)
+            left = _decayed(1.0, now_s - old.active_at_s, claim.crowd_half_life_s)
+            _join(at.life(old.home), -left * old.weight, -left * old.live_tokens, now_s, claim.crowd_half_life_s)
+        _join(at.life(claim.home), claim.weight, claim.live_tokens, now_s, claim.crowd_half_life_s)
         _register(at, claim, old, now_s)
         branch = replace(
             old if old is not None else Branch(claim.branch, claim.session),
@@ -162,6 +164,8 @@ class MemoryStore:
             text_bytes=claim.text_bytes,
             weight=claim.weight,
             active_at_s=now_s,
+            live_tokens=claim.live_tokens,
+            inherited_tokens=claim.inherited_tokens,
             tips=claim.tips,
         )
         at.branches.put(branch.id, branch, now_s, claim.branch_ttl_s)
@@ -274,7 +278,7 @@ def _remember(at: _Fleet, claim: Claim, now_s: float) -> None:
     name = claim.heads_of or claim.session
     session = at.sessions.get(name, now_s)
     if session is None:
-        if claim.head is None and claim.session_home is None:
+        if claim.head is None and claim.session_home is None and not claim.named:
             return
         session = Session(name)
     heads = session.heads
@@ -285,11 +289,13 @@ def _remember(at: _Fleet, claim: Claim, now_s: float) -> None:
     at.sessions.put(name, replace(session, home=home, heads=heads), now_s, claim.branch_ttl_s)
 
 
-def _join(life: _Life | None, share: float, now_s: float, half_life_s: float) -> None:
-    """Add a share (or take a negative one) to a home's crowd."""
+def _join(life: _Life | None, weight: float, live_tokens: float, now_s: float, half_life_s: float) -> None:
+    """Add a branch's shares (or take negative ones) to a home's crowd and live tokens."""
     if life is not None:
-        crowd = _decayed(life.load.crowd, now_s - life.load.crowd_at_s, half_life_s) + share
-        life.load = replace(life.load, crowd=max(0.0, crowd), crowd_at_s=now_s)
+        load = life.load
+        left = _decayed(1.0, now_s - load.crowd_at_s, half_life_s)
+        crowd, live = max(0.0, load.crowd * left + weight), max(0.0, load.live_tokens * left + live_tokens)
+        life.load = replace(load, crowd=crowd, live_tokens=live, crowd_at_s=now_s)
 
 
 def _decayed(value: float, since_s: float, half_life_s: float) -> float:

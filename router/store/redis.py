@@ -25,7 +25,7 @@ from router.store.wire import Address, Command, Wire
 
 __all__ = ["RedisStore", "Script", "load_scripts"]
 
-_CLAIM = struct.Struct("<qqqqqIddqq")
+_CLAIM = struct.Struct("<qqqqqIddqqIIB")
 _SETTLEMENT = struct.Struct("<IIqq")
 
 _T = TypeVar("_T")
@@ -190,6 +190,9 @@ class RedisStore:
                 claim.crowd_half_life_s,
                 _ms(claim.branch_ttl_s),
                 _ms(claim.lease_ttl_s),
+                claim.live_tokens,
+                claim.inherited_tokens,
+                claim.named,
             ),
             HEADS_KEPT,
         )

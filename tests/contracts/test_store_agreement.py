@@ -42,6 +42,9 @@ def _claim(dice: random.Random, versions: dict[str, int]) -> Claim:
         weight=dice.random() * 10,
         text_bytes=dice.randint(0, 10_000),
         crowd_half_life_s=30.0,
+        live_tokens=dice.randint(0, 100_000),
+        inherited_tokens=dice.randint(0, 1000),
+        named=dice.random() < 0.3,
         observed_in_flight=dice.choice([None, None, 0, 3]),
         slack=dice.choice([0, 1, 2]),
         head=dice.choice([None, *(each.hash for each in BOUNDARIES)]),
@@ -126,7 +129,7 @@ async def _history(dice: random.Random, one: World, other: World) -> dict[str, i
         expected_view, got_view = await one.store.fetch(FLEET, ask), await other.store.fetch(FLEET, ask)
         assert got_view == expected_view, f"step {step}"
         for load in expected_view.loads.values():
-            assert min(load.in_flight, load.prefill_tokens, load.locked_tokens, load.crowd) >= 0
+            assert min(load.in_flight, load.prefill_tokens, load.locked_tokens, load.crowd, load.live_tokens) >= 0
         name = type(expected).__name__
         answers[name] = answers.get(name, 0) + 1
     await one.advance(100.0)

@@ -226,6 +226,14 @@ async def test_a_session_policy_binds_the_session_too(fleet: Fleet) -> None:
     assert (await fleet.look(session="s1")).session == Session("s1", Binding("r1", "i2"), ((B3.hash, "b2"),))
 
 
+async def test_a_named_session_is_remembered_without_head_or_home(fleet: Fleet) -> None:
+    """So that a subagent whose prompt shares nothing with it is known to be of a session that lives."""
+    await fleet.win(claim("l1", "b1", B1))
+    assert (await fleet.look(session="s1")).session is None
+    await fleet.win(claim("l2", "b2", B2, named=True))
+    assert (await fleet.look(session="s1")).session == Session("s1")
+
+
 async def test_a_session_lives_as_long_as_turns_come(fleet: Fleet) -> None:
     await fleet.win(claim("l1", "b1", B1, head=B3.hash, branch_ttl_s=100.0))
     await fleet.world.advance(60.0)

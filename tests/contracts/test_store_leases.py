@@ -226,6 +226,38 @@ async def test_a_spilled_turn_weighs_on_its_home_not_where_it_runs(fleet: Fleet)
     assert (loads["r2"].in_flight, loads["r2"].crowd) == (1, 0.0)
 
 
+async def test_live_tokens_are_the_decayed_shares_of_the_branches_at_home(fleet: Fleet) -> None:
+    """As the crowd: a branch's share is what its last turn said, halved every half-life, and moves with the branch."""
+    await fleet.win(claim("l1", "b1", B1, live_tokens=1_000, inherited_tokens=300))
+    await fleet.world.advance(60.0)
+    await fleet.win(claim("l2", "b2", B2, live_tokens=200))
+    load = (await fleet.look()).loads["r1"]
+    assert (load.live_tokens, load.crowd_at_s) == (pytest.approx(700.0), fleet.world.clock.time_s)
+    branch = (await fleet.look(B1)).branch
+    assert branch is not None
+    assert (branch.live_tokens, branch.inherited_tokens) == (1_000, 300)
+
+    await fleet.win(claim("l3", "b1", B1, version=1, live_tokens=1_500, inherited_tokens=300))
+    assert (await fleet.look()).loads["r1"].live_tokens == pytest.approx(1_700.0)
+
+    moved = {"replica": "r2", "home": Binding("r2", "i1")}
+    await fleet.win(claim("l4", "b1", B1, version=2, live_tokens=1_800, **moved))
+    loads = (await fleet.look()).loads
+    assert (loads["r1"].live_tokens, loads["r2"].live_tokens) == (pytest.approx(200.0), 1_800.0)
+    branch = (await fleet.look(B1)).branch
+    assert branch is not None
+    assert (branch.live_tokens, branch.inherited_tokens) == (1_800, 0)
+
+
+async def test_live_tokens_of_another_life_are_left_alone_and_none_is_negative(fleet: Fleet) -> None:
+    await fleet.win(claim("l1", "b1", B1, live_tokens=1_000))
+    await fleet.win(claim("l2", "b2", B2, incarnation="i2", home=Binding("r1", "i2"), live_tokens=10))
+    assert (await fleet.look()).loads["r1"].live_tokens == 10.0
+    await fleet.win(claim("l3", "b1", B1, version=1, replica="r2", home=Binding("r2", "i1"), live_tokens=1_000))
+    loads = (await fleet.look()).loads
+    assert (loads["r1"].live_tokens, loads["r2"].live_tokens) == (10.0, 1_000.0)
+
+
 async def test_the_crowd_of_another_life_is_left_alone(fleet: Fleet) -> None:
     """Neither does a share leave it that was never in it, nor does one come to a home that has restarted."""
     await fleet.win(claim("l1", "b1", B1, weight=2.0))

@@ -71,17 +71,21 @@ def fleet(store: RedisStore, raw: redis.asyncio.Redis) -> Fleet:
 async def test_the_schema_is_claimed_once_and_found_again(url: str, raw: redis.asyncio.Redis) -> None:
     for _ in range(2):
         async with opened(url):
-            assert await raw.get("roost:schema") == b"1"
+            assert await raw.get("roost:schema") == b"2"
 
 
-async def test_keys_of_another_version_are_refused_with_what_to_do(url: str, raw: redis.asyncio.Redis) -> None:
-    await raw.set("roost:schema", "2")
-    with pytest.raises(StoreForeign, match=r"roost:schema says schema b'2', .* '1'.*key prefix, or delete"):
+@pytest.mark.parametrize("version", ["1", "3"])
+async def test_keys_of_another_version_are_refused_with_what_to_do(
+    url: str, raw: redis.asyncio.Redis, version: str
+) -> None:
+    """An older one's (1 had no live tokens) as well as a newer one's."""
+    await raw.set("roost:schema", version)
+    with pytest.raises(StoreForeign, match=rf"roost:schema says schema b'{version}', .* '2'.*key prefix, or delete"):
         async with opened(url):
             pass
-    assert await raw.get("roost:schema") == b"2"
+    assert await raw.get("roost:schema") == version.encode()
     async with opened(url, prefix="other"):
-        assert await raw.get("other:schema") == b"1"
+        assert await raw.get("other:schema") == b"2"
 
 
 async def test_a_schema_key_of_another_type_is_foreign(url: str, raw: redis.asyncio.Redis) -> None:

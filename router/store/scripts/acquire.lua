@@ -5,8 +5,8 @@
 
 local lease_id, replica, incarnation, branch_id, session_id = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local tip, tips, head, home, home_incarnation = ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10]
-local version, prefill, locked, observed, slack, text_bytes, weight, half_life, branch_ttl, lease_ttl =
-  struct.unpack('<i8i8i8i8i8I4ddi8i8', ARGV[13])
+local version, prefill, locked, observed, slack, text_bytes, weight, half_life, branch_ttl, lease_ttl, live, inherited,
+  named = struct.unpack('<i8i8i8i8i8I4ddi8i8I4I4B', ARGV[13])
 
 local function known(branch)
   return parse_branch(read(base .. 'n:' .. branch)) ~= nil
@@ -35,8 +35,8 @@ local session = parse_session(read(KEYS[6]))
 if not load then
   local lives = read_number(KEYS[4]) + 1
   redis.call('SET', KEYS[4], integer(lives))
-  load = {in_flight = 0, prefill = 0, locked = 0, admitted = 0, crowd = 0, crowd_at = now, life = lives % 4294967296,
-          incarnation = incarnation}
+  load = {in_flight = 0, prefill = 0, locked = 0, admitted = 0, crowd = 0, live = 0, crowd_at = now,
+          life = lives % 4294967296, incarnation = incarnation}
 end
 load.in_flight = load.in_flight + 1
 load.prefill = load.prefill + prefill
@@ -45,20 +45,25 @@ redis.call('ZADD', KEYS[2], now_ms + lease_ttl, lease_id)
 redis.call('HSET', KEYS[3], lease_id, pack_lease({
   life = load.life, prefill = prefill, locked = locked, replica = replica, branch = branch_id}))
 
--- The crowd: the branch's share leaves its old home and joins its new one, where these lives still are.
+-- Crowd and live tokens: the branch's shares leave its old home and join its new one, where these lives still are.
 local loads = {[replica] = load}
-local function decayed(value, since)
-  return value * 2 ^ (-math.max(0, now - since) / half_life)
+local function left(since)
+  return 2 ^ (-math.max(0, now - since) / half_life)
 end
-local function join(where, life, share)
+local function join(where, life, share, tokens)
   local entry = loads[where] or read_load(where)
   if not entry or entry.incarnation ~= life then return end
-  entry.crowd = math.max(0, decayed(entry.crowd, entry.crowd_at) + share)
+  local rest = left(entry.crowd_at)
+  entry.crowd = math.max(0, entry.crowd * rest + share)
+  entry.live = math.max(0, entry.live * rest + tokens)
   entry.crowd_at = now
   loads[where] = entry
 end
-if branch then join(branch.home, branch.home_incarnation, -decayed(branch.weight, branch.active_at)) end
-join(home, home_incarnation, weight)
+if branch then
+  local rest = left(branch.active_at)
+  join(branch.home, branch.home_incarnation, -rest * branch.weight, -rest * branch.live)
+end
+join(home, home_incarnation, weight, live)
 for where, entry in pairs(loads) do write_load(where, entry) end
 
 -- The boundaries: those kept live on, the new tip is taken over, those given up are deleted; another branch's stay.
@@ -88,11 +93,12 @@ branch.version = branch.version + 1
 branch.turns = branch.turns + 1
 branch.in_flight = branch.in_flight + 1
 branch.text_bytes, branch.weight, branch.active_at = text_bytes, weight, now
+branch.live, branch.inherited = live, inherited
 branch.home, branch.home_incarnation, branch.tips = home, home_incarnation, tips
 redis.call('SET', KEYS[5], pack_branch(branch), 'PX', branch_ttl)
 
 -- The session: remembered where there is something to remember.
-if session or head ~= '' or ARGV[11] ~= '' then
+if session or head ~= '' or ARGV[11] ~= '' or named == 1 then
   session = session or {home = '', incarnation = '', heads = {}}
   if ARGV[11] ~= '' then session.home, session.incarnation = ARGV[11], ARGV[12] end
   local heads = head ~= '' and {head .. pack_text(branch_id)} or {}

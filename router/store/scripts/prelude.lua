@@ -30,12 +30,14 @@ local function pack_text(text)
 end
 
 local function parse_load(raw)
-  if not raw or #raw < 49 or string.byte(raw) ~= 1 then return nil end
-  local _, in_flight, prefill, locked, admitted, crowd, crowd_at, life = struct.unpack('<BI4i8i8i8ddI4', raw)
-  if not (sane(crowd) and sane(crowd_at)) or prefill < 0 or locked < 0 or admitted < 0 then return nil end
+  if not raw or #raw < 57 or string.byte(raw) ~= 1 then return nil end
+  local _, in_flight, prefill, locked, admitted, crowd, live, crowd_at, life = struct.unpack('<BI4i8i8i8dddI4', raw)
+  if not (sane(crowd) and sane(live) and sane(crowd_at)) or prefill < 0 or locked < 0 or admitted < 0 then
+    return nil
+  end
   return {
     in_flight = in_flight, prefill = prefill, locked = locked, admitted = admitted,
-    crowd = crowd, crowd_at = crowd_at, life = life, incarnation = string.sub(raw, 50),
+    crowd = crowd, live = live, crowd_at = crowd_at, life = life, incarnation = string.sub(raw, 58),
   }
 end
 
@@ -44,8 +46,8 @@ local function read_load(replica)
 end
 
 local function write_load(replica, load)
-  redis.call('HSET', KEYS[1], replica, struct.pack('<BI4i8i8i8ddI4',
-    1, load.in_flight, load.prefill, load.locked, load.admitted, load.crowd, load.crowd_at, load.life)
+  redis.call('HSET', KEYS[1], replica, struct.pack('<BI4i8i8i8dddI4',
+    1, load.in_flight, load.prefill, load.locked, load.admitted, load.crowd, load.live, load.crowd_at, load.life)
     .. load.incarnation)
 end
 
@@ -64,8 +66,8 @@ end
 local function scan_branch(raw)
   local b = {}
   local _, count, at
-  _, b.version, b.turns, b.in_flight, b.tokens, b.text_bytes, b.weight, b.active_at,
-    b.session, b.home, b.home_incarnation, count, at = struct.unpack('<BI4I4I4I4I4ddBc0Bc0Bc0B', raw)
+  _, b.version, b.turns, b.in_flight, b.tokens, b.text_bytes, b.live, b.inherited, b.weight, b.active_at,
+    b.session, b.home, b.home_incarnation, count, at = struct.unpack('<BI4I4I4I4I4I4I4ddBc0Bc0Bc0B', raw)
   b.tips = string.sub(raw, at, at + 20 * count - 1)
   if #b.tips ~= 20 * count or not (sane(b.weight) and sane(b.active_at)) then return nil end
   count, at = struct.unpack('B', raw, at + 20 * count)
@@ -86,7 +88,8 @@ end
 
 local function pack_branch(b)
   local parts = {
-    struct.pack('<BI4I4I4I4I4dd', 1, b.version, b.turns, b.in_flight, b.tokens, b.text_bytes, b.weight, b.active_at),
+    struct.pack('<BI4I4I4I4I4I4I4dd', 1, b.version, b.turns, b.in_flight, b.tokens, b.text_bytes, b.live, b.inherited,
+      b.weight, b.active_at),
     pack_text(b.session), pack_text(b.home), pack_text(b.home_incarnation),
     struct.pack('B', #b.tips / 20), b.tips, struct.pack('B', #b.residues),
   }
