@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from router.domain.errors import NotPlaced, RoostError, StoreError
+from router.domain.errors import NotPlaced, OverLimit, RoostError, StoreError, UnknownKey
 from router.domain.turn import Dialect
 
 __all__ = ["ERROR_HEADER", "WireError", "error_frame", "render"]
@@ -64,7 +64,11 @@ class _Names:
 _SERVER: Final = _Names("server_error", "api_error", "internal error in the router")
 _NAMES: Final[Mapping[str, _Names]] = {
     "invalid_request": _Names("invalid_request_error", "invalid_request_error"),
+    "invalid_api_key": _Names("authentication_error", "authentication_error"),
+    "not_allowed": _Names("permission_error", "permission_error"),
+    "rate_limit_exceeded": _Names("rate_limit_error", "rate_limit_error"),
     "model_not_found": _Names("invalid_request_error", "not_found_error", param="model"),
+    "response_not_found": _Names("invalid_request_error", "not_found_error"),
     "request_too_large": _Names("invalid_request_error", "request_too_large"),
     "headers_too_large": _Names("invalid_request_error", "invalid_request_error"),
     "no_replica": _Names("server_error", "api_error"),
@@ -81,6 +85,8 @@ def render(error: RoostError, dialect: Dialect, *, replica: str | None = None) -
     names, message = _words(error, replica)
     headers = [("content-type", "application/json"), (ERROR_HEADER, error.code)]
     retry_after_s = _retry_after_s(error)
+    if isinstance(error, UnknownKey):
+        headers.append(("www-authenticate", "Bearer"))  # RFC 9110 section 15.5.2 asks for it
     if retry_after_s is not None:
         headers.append(("retry-after", str(max(1, math.ceil(retry_after_s)))))
     return WireError(error.status, tuple(headers), _json(_envelope(error, names, message, dialect)))
@@ -143,7 +149,7 @@ def _envelope(error: RoostError, names: _Names, message: str, dialect: Dialect) 
 
 
 def _retry_after_s(error: RoostError) -> float | None:
-    if isinstance(error, NotPlaced):
+    if isinstance(error, NotPlaced | OverLimit):
         return error.retry_after_s
     return _STORE_RETRY_AFTER_S if isinstance(error, StoreError) else None
 

@@ -3,9 +3,13 @@
 RoostError
 ├── RequestError            the client's doing; carries an HTTP status
 │   ├── MalformedRequest    400
+│   ├── UnknownKey          401: no API key, or none that is known
+│   ├── NotAllowed          403: the key does not go that far
 │   ├── UnknownModel        404
+│   ├── UnknownResponse     404: no stored response of this tenant has that id
 │   ├── RequestTooLarge     413
 │   └── HeadersTooLarge     431
+├── OverLimit               429, with Retry-After: the tenant's own rate or number of turns
 ├── NotPlaced               503, with Retry-After: no replica may take the turn
 ├── UpstreamError           a replica's doing
 │   ├── UpstreamUnreachable 502: connection refused or timed out; nothing was sent
@@ -23,14 +27,18 @@ from typing import ClassVar
 __all__ = [
     "HeadersTooLarge",
     "MalformedRequest",
+    "NotAllowed",
     "NotPlaced",
+    "OverLimit",
     "RequestError",
     "RequestTooLarge",
     "RoostError",
     "StoreError",
     "StoreForeign",
     "StoreUnavailable",
+    "UnknownKey",
     "UnknownModel",
+    "UnknownResponse",
     "UpstreamBroken",
     "UpstreamError",
     "UpstreamSilent",
@@ -56,11 +64,32 @@ class MalformedRequest(RequestError):
     """The body is not what its path asks for."""
 
 
+class UnknownKey(RequestError):
+    """The request has no API key, or none that is known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class NotAllowed(RequestError):
+    """The request's API key does not go that far."""
+
+    status = 403
+    code = "not_allowed"
+
+
 class UnknownModel(RequestError):
     """No fleet serves that model."""
 
     status = 404
     code = "model_not_found"
+
+
+class UnknownResponse(RequestError):
+    """The tenant has no stored response of that id."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class RequestTooLarge(RequestError):
@@ -75,6 +104,17 @@ class HeadersTooLarge(RequestError):
 
     status = 431
     code = "headers_too_large"
+
+
+class OverLimit(RoostError):
+    """The tenant has used up its turns for now."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NotPlaced(RoostError):

@@ -29,7 +29,11 @@ SECRET = "http://10.0.0.7:30000 said: <prompt>"
 EVERY_ERROR = [
     RoostError(SECRET),
     MalformedRequest("messages: not a list"),
+    domain.UnknownKey("that API key is not known here"),
+    domain.NotAllowed("this key may not ask that"),
     UnknownModel("no fleet serves the model 'x'"),
+    domain.UnknownResponse("no such response"),
+    domain.OverLimit("5 turns are under way already", retry_after_s=2.2),
     RequestTooLarge("the body exceeds 64 MiB"),
     HeadersTooLarge("the headers exceed 64 KiB"),
     NotPlaced("all replicas are draining", retry_after_s=2.2),
@@ -98,6 +102,7 @@ def test_a_message_is_short_and_printable() -> None:
 def test_retry_after_is_whole_seconds_where_waiting_helps(dialect: Dialect) -> None:
     waits = {error.code: dict(render(error, dialect).headers).get("retry-after") for error in EVERY_ERROR}
     assert {code: wait for code, wait in waits.items() if wait is not None} == {
+        "rate_limit_exceeded": "3",
         "no_replica": "3",
         "store_unavailable": "1",
     }
