@@ -83,8 +83,14 @@ class Store(Protocol):
         """Read the membership."""
         ...
 
-    async def put_member(self, fleet: str, member: Member, *, only_if_absent: bool = False) -> bool:
-        """Add or replace a member; False where it was there and `only_if_absent`. A change counts the version up."""
+    async def put_member(
+        self, fleet: str, member: Member, *, only_if_absent: bool = False, expected: Member | None = None
+    ) -> bool:
+        """Add or replace a member. A change counts the version up.
+
+        False, and nothing is changed, where it was there and `only_if_absent`, or where what is recorded is not
+        `expected` (compare and set: of two that read the same record and write, one is told to read again).
+        """
         ...
 
     async def remove_member(self, fleet: str, replica_id: str) -> bool:

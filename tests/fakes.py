@@ -146,10 +146,14 @@ class FakeStore(MemoryStore):
         members = super().members
         return await self._call("members", lambda: members(fleet))
 
-    async def put_member(self, fleet: str, member: Member, *, only_if_absent: bool = False) -> bool:
+    async def put_member(
+        self, fleet: str, member: Member, *, only_if_absent: bool = False, expected: Member | None = None
+    ) -> bool:
         """See `Store.put_member`."""
         put = super().put_member
-        return await self._call("put_member", lambda: put(fleet, member, only_if_absent=only_if_absent))
+        return await self._call(
+            "put_member", lambda: put(fleet, member, only_if_absent=only_if_absent, expected=expected)
+        )
 
     def branches(self) -> dict[str, Branch]:
         """Every living branch that a claim has named."""

@@ -30,7 +30,8 @@ below zero. Both sums are decayed to one instant, `crowd_at_s`.
 **Settle** is idempotent by lease: counts change only while the lease is recorded. Tokens, residue, beliefs and
 response are written by every call, for a turn may outlive its lease.
 
-**Membership.** The version counts changes: a put that changes nothing does not count. Removing a member forgets its
+**Membership.** The version counts changes: a put that changes nothing does not count. A put that expects a record
+compares it as a member, whatever its spelling in the store, and writes only where it is that one. Removing a member forgets its
 load and beliefs. Reports are gone when their time is up and do not count.
 """
 
@@ -218,10 +219,14 @@ class MemoryStore:
         members = tuple(sorted(at.members.values(), key=lambda member: member.id))
         return Membership(at.version, now_s, members, {replica: raw for replica, (_, raw) in at.reports.items()})
 
-    async def put_member(self, fleet: str, member: Member, *, only_if_absent: bool = False) -> bool:
+    async def put_member(
+        self, fleet: str, member: Member, *, only_if_absent: bool = False, expected: Member | None = None
+    ) -> bool:
         """See `Store.put_member`."""
         at = self._fleet(fleet)
         if only_if_absent and member.id in at.members:
+            return False
+        if expected is not None and at.members.get(member.id) != expected:
             return False
         if at.members.get(member.id) != member:
             at.members[member.id] = member

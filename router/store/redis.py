@@ -244,7 +244,9 @@ class RedisStore:
             reports={_text(name): codec.unpack_report(raw) for name, raw in _pairs(reports)},
         )
 
-    async def put_member(self, fleet: str, member: Member, *, only_if_absent: bool = False) -> bool:
+    async def put_member(
+        self, fleet: str, member: Member, *, only_if_absent: bool = False, expected: Member | None = None
+    ) -> bool:
         """See `Store.put_member`."""
         keys = self._fleet(fleet).keys
         put = await self._run(
@@ -253,6 +255,7 @@ class RedisStore:
             _short(member.id),
             codec.pack_member(member),
             int(only_if_absent),
+            b"" if expected is None else codec.pack_member(expected),
         )
         return bool(put)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from router.domain.replica import Beliefs, Capacity, Standing
 from router.ports import Member
+from router.store.codec import pack_member
 from tests.contracts.worlds import FLEET, START_S, Fleet, World, boundary, claim, settlement
 
 R1 = Member("r1", "http://10.0.0.1:30000", "config")
@@ -48,6 +50,37 @@ async def test_a_member_that_is_there_is_left_where_asked_so(world: World) -> No
     assert not await world.store.put_member(FLEET, replace(R1, source="admin"), only_if_absent=True)
     assert (await world.store.members(FLEET)).members == (R1,)
     assert (await world.store.members(FLEET)).version == 1
+
+
+async def test_a_put_that_expects_a_record_writes_only_over_that_one(world: World) -> None:
+    """Compare and set: a probe's finding and an operator's word, read from one record, cannot undo each other."""
+    assert not await world.store.put_member(FLEET, replace(R2, incarnation="i10"), expected=R2)
+    await world.store.put_member(FLEET, R2)
+    (read,) = (await world.store.members(FLEET)).members
+    cordoned, found = replace(read, standing=Standing.CORDONED), replace(read, incarnation="i10", joined_at_s=1.1)
+    assert await world.store.put_member(FLEET, cordoned, expected=read)
+    assert not await world.store.put_member(FLEET, found, expected=read)
+    membership = await world.store.members(FLEET)
+    assert (membership.members, membership.version) == ((cordoned,), 2)
+    both = replace(found, standing=Standing.CORDONED)
+    assert await world.store.put_member(FLEET, both, expected=cordoned)
+    assert await world.store.put_member(FLEET, both, expected=both)
+    assert (await world.store.members(FLEET)).version == 3
+    for field, value in {"capacity": None, "models": ("kimi",), "joined_at_s": 1.2, "url": "http://other"}.items():
+        assert not await world.store.put_member(FLEET, cordoned, expected=replace(both, **{field: value}))
+    assert (await world.store.members(FLEET)).members == (both,)
+
+
+async def test_a_record_is_compared_by_what_it_says_and_not_by_its_spelling(world: World) -> None:
+    """A hand, or another version with a field more, may have written it."""
+    if world.has_server:
+        spelt = json.loads(pack_member(R2)) | {"later": [1]}
+        await world.raw.hset(f"roost:{{{FLEET}}}:v1:members", R2.id, json.dumps(spelt, indent=1, sort_keys=True))
+    else:
+        await world.store.put_member(FLEET, R2)
+    assert (await world.store.members(FLEET)).members == (R2,)
+    assert await world.store.put_member(FLEET, replace(R2, incarnation="i10"), expected=R2)
+    assert (await world.store.members(FLEET)).members == (replace(R2, incarnation="i10"),)
 
 
 async def test_removing_a_member_forgets_its_load_and_beliefs(world: World, fleet: Fleet) -> None:

@@ -39,6 +39,11 @@ class World:
         self._raw = raw
 
     @property
+    def has_server(self) -> bool:
+        """Whether there is a server, and so a `raw` client."""
+        return self._raw is not None
+
+    @property
     def raw(self) -> redis.asyncio.Redis:
         """A client that writes what it likes; only where there is a server."""
         assert self._raw is not None
