@@ -31,8 +31,8 @@ below zero. Both sums are decayed to one instant, `crowd_at_s`.
 response are written by every call, for a turn may outlive its lease.
 
 **Membership.** The version counts changes: a put that changes nothing does not count. A put that expects a record
-compares it as a member, whatever its spelling in the store, and writes only where it is that one. Removing a member forgets its
-load and beliefs. Reports are gone when their time is up and do not count.
+compares it as a member, whatever its spelling in the store, and writes only where it is that one. Removing a member
+forgets its load and beliefs. Reports are gone when their time is up and do not count.
 """
 
 from __future__ import annotations
