@@ -15,7 +15,7 @@ STAMP  := $(VENV)/.installed
 export UV_PYTHON_DOWNLOADS = never
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format lint types layers lock redis-server test-harness test-sglang bench
+.PHONY: help install demo test check format lint types layers lock redis-server test-harness test-sglang bench soak
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,11 @@ test-sglang: install ## Real SGLang servers on the CPU behind Roost (needs ../sh
 
 bench: install ## What placing a turn costs here: identify, decide, store round trips.
 	$(PY) -m tests.bench.placement
+
+# How long things go wrong. Seeds are drawn; SOAK_ARGS="--seed N" repeats one.
+MINUTES ?= 30
+soak: install ## Two routers, Redis and six simulated replicas under faults (MINUTES=30, SOAK_ARGS="--json FILE").
+	$(PY) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 # Locks carry hashes and no registry host, so that any mirror serves; uv is wanted on the PATH or in the venv.
 UV := $(if $(wildcard $(VENV)/bin/uv),$(VENV)/bin/uv,uv)
