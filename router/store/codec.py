@@ -128,8 +128,8 @@ def unpack_beliefs(raw: bytes) -> Beliefs | None:
 def unpack_branch(branch_id: str, raw: bytes) -> Branch | None:
     """A branch record."""
     try:
-        tag, version, turns, in_flight, tokens, text_bytes, live, inherited, weight, active_at_s = (
-            _BRANCH.unpack_from(raw)
+        tag, version, turns, in_flight, tokens, text_bytes, live, inherited, weight, active_at_s = _BRANCH.unpack_from(
+            raw
         )
         if tag != _FORMAT or not (_sane(weight) and _sane(active_at_s)):
             return None
