@@ -7,10 +7,16 @@ RoostError
 │   ├── NotAllowed          403: the key does not go that far
 │   ├── UnknownModel        404
 │   ├── UnknownResponse     404: no stored response of this tenant has that id
+│   ├── TooSlow             408: its bytes stopped coming, or come too slowly
 │   ├── RequestTooLarge     413
-│   └── HeadersTooLarge     431
+│   ├── ExpectationFailed   417: `Expect` asks for something else than 100-continue
+│   ├── HeadersTooLarge     431
+│   ├── Unsupported         501: HTTP that this gateway does not speak, such as WebSocket
+│   └── UnsupportedVersion  505: neither HTTP/1.0 nor HTTP/1.1
 ├── OverLimit               429, with Retry-After: the tenant's own rate or number of turns
 ├── NotPlaced               503, with Retry-After: no replica may take the turn
+│   ├── FleetFull           503, with Retry-After: no room for a new session, and none came while it waited
+│   └── RouterBusy          503: this process holds as much as it may
 ├── UpstreamError           a replica's doing
 │   ├── UpstreamUnreachable 502: connection refused or timed out; nothing was sent
 │   ├── UpstreamBroken      502: died, reset or spoke nonsense (before or after its head)
@@ -25,6 +31,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "ExpectationFailed",
+    "FleetFull",
     "HeadersTooLarge",
     "MalformedRequest",
     "NotAllowed",
@@ -33,12 +41,16 @@ __all__ = [
     "RequestError",
     "RequestTooLarge",
     "RoostError",
+    "RouterBusy",
     "StoreError",
     "StoreForeign",
     "StoreUnavailable",
+    "TooSlow",
     "UnknownKey",
     "UnknownModel",
     "UnknownResponse",
+    "Unsupported",
+    "UnsupportedVersion",
     "UpstreamBroken",
     "UpstreamError",
     "UpstreamSilent",
@@ -106,6 +118,34 @@ class HeadersTooLarge(RequestError):
     code = "headers_too_large"
 
 
+class TooSlow(RequestError):
+    """The request's bytes come too slowly to wait for."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class ExpectationFailed(RequestError):
+    """`Expect` names something that cannot be met."""
+
+    status = 417
+    code = "expectation_failed"
+
+
+class Unsupported(RequestError):
+    """HTTP of a kind that this gateway does not speak."""
+
+    status = 501
+    code = "not_implemented"
+
+
+class UnsupportedVersion(RequestError):
+    """Another HTTP than 1.0 and 1.1."""
+
+    status = 505
+    code = "http_version_not_supported"
+
+
 class OverLimit(RoostError):
     """The tenant has used up its turns for now."""
 
@@ -126,6 +166,18 @@ class NotPlaced(RoostError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RouterBusy(NotPlaced):
+    """This process holds as many connections or request bodies as it may."""
+
+    code = "router_busy"
+
+
+class FleetFull(NotPlaced):
+    """The fleet holds as many live sessions as it can, and the new one waited in vain or found the queue full."""
+
+    code = "fleet_full"
 
 
 class UpstreamError(RoostError):

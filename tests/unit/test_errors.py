@@ -36,7 +36,12 @@ EVERY_ERROR = [
     domain.OverLimit("5 turns are under way already", retry_after_s=2.2),
     RequestTooLarge("the body exceeds 64 MiB"),
     HeadersTooLarge("the headers exceed 64 KiB"),
+    domain.TooSlow("the body stopped coming"),
+    domain.ExpectationFailed("Expect: only 100-continue can be met"),
+    domain.Unsupported("WebSocket is not spoken here"),
+    domain.UnsupportedVersion("HTTP/1.1 is spoken here"),
     NotPlaced("all replicas are draining", retry_after_s=2.2),
+    domain.RouterBusy("too many requests are being read", retry_after_s=2.2),
     domain.UpstreamError(SECRET),
     UpstreamUnreachable(SECRET),
     UpstreamBroken(SECRET),
@@ -104,6 +109,7 @@ def test_retry_after_is_whole_seconds_where_waiting_helps(dialect: Dialect) -> N
     assert {code: wait for code, wait in waits.items() if wait is not None} == {
         "rate_limit_exceeded": "3",
         "no_replica": "3",
+        "router_busy": "3",
         "store_unavailable": "1",
     }
     assert ("retry-after", "1") in render(NotPlaced("x", retry_after_s=0.0), dialect).headers
