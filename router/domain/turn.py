@@ -39,6 +39,12 @@ class Facts:
     refers_to: str | None = None
     """Id of a stored response this request asks for or continues; only its replica has it."""
     stores_response: bool = False
+    steers_engine: bool = False
+    """Whether the body names state of the engine that is not the turn's own: a session of it, or another host."""
+    priority: int | None = None
+    """The body's `priority`, which SGLang orders its own queue by: higher goes first."""
+    parent: str | None = None
+    """Session that a subagent with a session of its own says it works for, tenant-scoped as `session`."""
     session_source: str = "none"
     """Which header or field named the session; bounded by configuration, safe as a label."""
 

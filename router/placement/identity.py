@@ -33,6 +33,8 @@ BOUNDARIES_MAX: Final = 512
 """Deepest boundaries kept of a chain; older ones could only be met by rewinding further than any branch remembers."""
 
 _TOKEN_HEADER: Final = b"x-roost-session"
+_PARENT_HEADER: Final = b"x-parent-session-id"
+"""OpenCode and Kilo give each subagent a session of its own and name here the one it works for."""
 _RAW: Final = msgspec.Raw()
 _NULLISH: Final = (b"", b"null")
 
@@ -59,12 +61,21 @@ class Identity:
         self._typed = {dialect: _decoder(extra, lists) for dialect, lists in _LISTS.items()}
         self._loose = _decoder(extra, ())
 
-    def facts(self, dialect: Dialect, headers: Mapping[bytes, bytes], body: bytes, *, encoded: bool = False) -> Facts:
-        """Read a request. `headers` has lower-case names; `encoded`: the body is compressed and is not looked into.
+    def facts(
+        self,
+        dialect: Dialect,
+        headers: Mapping[bytes, bytes],
+        body: bytes,
+        *,
+        encoded: bool = False,
+        scope: str | None = None,
+    ) -> Facts:
+        """Read a request. `headers` has lower-case names; `encoded`: the body is compressed and is not looked into;
+        `scope`: of the tenant, where its key was looked up; None: whoever has the key is the tenant.
 
         Raises MalformedRequest where the dialect needs JSON and the body is not.
         """
-        tenant = tenant_of(headers)
+        tenant = scope or tenant_of(headers)
         session, source = self._from_headers(tenant, headers)
         if dialect is Dialect.OTHER or encoded or not body:
             model = None if encoded else _peek_model(body)
@@ -86,6 +97,9 @@ class Identity:
             max_output_tokens=_output_limit(dialect, fields),
             refers_to=_string(fields.previous_response_id) if dialect is Dialect.RESPONSES else None,
             stores_response=dialect is Dialect.RESPONSES and bytes(fields.store) != b"false",
+            priority=_signed(fields.priority),
+            parent=session_key(tenant, parent) if (parent := headers.get(_PARENT_HEADER)) else None,
+            steers_engine=any(bytes(getattr(fields, name)) not in _NULLISH for name in _STEERING),
         )
 
     def _read(self, dialect: Dialect, body: bytes) -> Any:
@@ -165,10 +179,12 @@ def _sealed_session(tenant: str, value: bytes) -> str | None:
     return session if seal and compare_digest(seal.encode(), _seal(tenant, session).encode()) else None
 
 
-def _dig(raw: msgspec.Raw, path: tuple[str, ...]) -> str | None:
+def _dig(raw: msgspec.Raw | list[msgspec.Raw], path: tuple[str, ...]) -> str | None:
     """The string at `path` below a raw JSON value. JSON inside a string is looked through once (Claude Code's
-    user_id).
+    user_id). A list has none: it is the prompt.
     """
+    if isinstance(raw, list):
+        return None
     data = bytes(raw)
     if data in _NULLISH:
         return None
@@ -219,7 +235,15 @@ _FIELDS: Final = (
     "sampling_params",
     "previous_response_id",
     "store",
+    "priority",
+    "session_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
 )
+_STEERING: Final = ("session_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+"""Fields by which a turn reaches state in an engine that another turn made, or has the engine fetch KV from a host
+(SGLang 0.5.23 srt/managers/io_struct.py `GenerateReqInput`; openai/protocol.py has them too)."""
 _LISTS: Final[dict[Dialect, tuple[str, ...]]] = {
     Dialect.CHAT: ("messages",),
     Dialect.MESSAGES: ("messages",),
@@ -310,6 +334,11 @@ def _string(raw: msgspec.Raw) -> str | None:
 def _integer(raw: msgspec.Raw) -> int | None:
     data = bytes(raw)
     return int(data) if data.isdigit() and len(data) < 10 else None
+
+
+def _signed(raw: msgspec.Raw) -> int | None:
+    data = bytes(raw)
+    return int(data) if data.removeprefix(b"-").isdigit() and len(data) < 11 else None
 
 
 def _output_limit(dialect: Dialect, fields: Any) -> int | None:
