@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,7 +18,7 @@ from router.api.paths import BROADCAST, error_dialect, stored_response, turn_dia
 from router.api.repair import repair
 from router.contract import REASON_HEADER, REPAIRED_HEADER, REPLICA_HEADER, SESSION_HEADER
 from router.domain.decision import Placed
-from router.domain.errors import HeadersTooLarge, RoostError, UnknownModel, UpstreamError
+from router.domain.errors import HeadersTooLarge, RoostError, StoreError, UnknownModel, UpstreamError
 from router.domain.turn import Dialect, Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.fleets import Fleets
@@ -153,14 +154,15 @@ class Gateway:
         fleets = tuple(self._fleets)
         try:
             if read.path in BROADCAST:
-                await self._passages.broadcast(fleets, forward, read.down)
+                await self._passages.broadcast([(fleet, forward) for fleet in fleets], read.down)
                 return
             fleet = self._fleets.serving(facts.model) if facts.model is not None else self._fleets.first()
             holder = None
             if (response_id := stored_response(read.path)) is not None:
-                found = await self._passages.holder(fleets, response_id)
-                if found is not None:
-                    fleet, holder = found
+                with suppress(StoreError):
+                    found = await self._passages.holder(fleets, facts.tenant, response_id)
+                    if found is not None:
+                        fleet, holder = found
             read.fleet = fleet.name
             await self._passages.serve(fleet, forward, read.down, holder)
         except UpstreamError:

@@ -13,11 +13,12 @@ from typing import Final
 
 from router.contract import REASON_HEADER, REPLICA_HEADER
 from router.domain.decision import Reason
-from router.domain.errors import NotPlaced, StoreError, UpstreamBroken, UpstreamUnreachable
+from router.domain.errors import NotPlaced, UpstreamBroken, UpstreamUnreachable
 from router.domain.replica import Standing
 from router.domain.session import Binding
 from router.domain.shared import Ask, Member
 from router.lifecycle.fleet import FleetRuntime
+from router.placement.scope import response_key
 from router.ports import Downstream, Exchange, ForwardRequest, Store, Upstream
 
 __all__ = ["Passages"]
@@ -34,13 +35,16 @@ class Passages:
         self._retries = retries
         self._under_way: Counter[str] = Counter()
 
-    async def holder(self, fleets: Sequence[FleetRuntime], response_id: str) -> tuple[FleetRuntime, Binding] | None:
-        """The fleet and replica that hold a stored response, as far as is known."""
+    async def holder(
+        self, fleets: Sequence[FleetRuntime], tenant: str, response_id: str
+    ) -> tuple[FleetRuntime, Binding] | None:
+        """The fleet and replica that hold a stored response of this tenant (its scope); None where none is known to.
+
+        Raises StoreError.
+        """
+        asked = Ask(session=None, response_id=response_key(tenant, response_id))
         for fleet in fleets:
-            try:
-                view = await self._store.fetch(fleet.name, Ask(session=None, response_id=response_id))
-            except StoreError:
-                return None
+            view = await self._store.fetch(fleet.name, asked)
             if view.response_replica is not None:
                 return fleet, view.response_replica
         return None
@@ -67,18 +71,22 @@ class Passages:
             finally:
                 self._under_way[member.id] -= 1
 
-    async def broadcast(self, fleets: Sequence[FleetRuntime], forward: ForwardRequest, down: Downstream) -> None:
-        """Send to every healthy replica and relay one answer: a good one if there is any."""
-        members = [(fleet, member) for fleet in fleets for member in fleet.members if fleet.healthy(member.id)]
+    async def broadcast(self, asked: Sequence[tuple[FleetRuntime, ForwardRequest]], down: Downstream) -> None:
+        """Send to every healthy replica, as its fleet is to be asked, and relay one answer: a good one if there is
+        any.
+        """
+        members = [
+            (member, forward) for fleet, forward in asked for member in fleet.members if fleet.healthy(member.id)
+        ]
         if not members:
             raise NotPlaced("no replica is ready")
         exchanges: list[tuple[str, Exchange]] = []
 
-        async def ask(member: Member) -> None:
+        async def ask(member: Member, forward: ForwardRequest) -> None:
             exchanges.append((member.id, await self._upstream.send(member.url, forward)))
 
         try:
-            failures = await asyncio.gather(*(ask(member) for _, member in members), return_exceptions=True)
+            failures = await asyncio.gather(*(ask(*each) for each in members), return_exceptions=True)
             if not exchanges:
                 raise next(failure for failure in failures if failure is not None)
             exchanges.sort(key=lambda each: each[1].head.status >= 400)

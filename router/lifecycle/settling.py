@@ -18,6 +18,7 @@ from router.lifecycle.leases import Leases
 from router.lifecycle.recent import Record
 from router.placement.cost import Rates
 from router.placement.learn import learn
+from router.placement.scope import response_key
 from router.ports import Store
 from router.telemetry.events import Observer, TurnFinished
 
@@ -118,7 +119,7 @@ class Settling:
             prompt_tokens=prompt_tokens,
             admitted_tokens=admitted,
             beliefs=beliefs,
-            response_id=outcome.response_id if facts.stores_response else None,
+            response_id=_stored_as(facts, outcome),
             branch_ttl_s=self._branch_ttl_s,
         )
 
@@ -127,6 +128,13 @@ class Settling:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _stored_as(facts: Facts, outcome: Outcome) -> str | None:
+    """What the store calls the response that the engine may have kept."""
+    if outcome.response_id is None or not facts.stores_response:
+        return None
+    return response_key(facts.tenant, outcome.response_id)
 
 
 async def _quietly(call: Coroutine[Any, Any, None]) -> None:

@@ -21,6 +21,7 @@ from xxhash import xxh3_128_hexdigest
 from router.domain.session import Boundary, Branch
 from router.domain.shared import Ask, View
 from router.domain.turn import Facts
+from router.placement.scope import record_key, response_key
 
 __all__ = ["Lineage", "apart", "ask_for", "head_of", "heads_of", "kept_tips", "own", "trace"]
 
@@ -58,11 +59,11 @@ class Lineage:
 
 
 def heads_of(facts: Facts) -> str:
-    """The session whose record remembers the heads of this turn's branch: its own, or for keyless clients one per
-    tenant, so that a history which a keyless client compacted or edited still finds the replica that holds its tools
-    and system prompt.
+    """The record that remembers the heads of this turn's branch: its session's, or for keyless clients one per tenant,
+    so that a history which a keyless client compacted or edited still finds the replica that holds its tools and system
+    prompt. No tenant meets another's, whatever session it names.
     """
-    return facts.session or f"keyless/{facts.tenant}"
+    return record_key(facts.tenant, facts.session) if facts.session is not None else f"keyless/{facts.tenant}"
 
 
 def head_of(facts: Facts) -> str | None:
@@ -78,7 +79,8 @@ def ask_for(facts: Facts) -> Ask:
         own_ones = [_own_hash(each, facts.session) for each in deepest[:OWN_BOUNDARIES]]
         paired = [each for pair in zip(own_ones, deepest, strict=False) for each in pair]
         deepest = paired + deepest[len(own_ones) :]
-    return Ask(session=heads_of(facts), boundaries=tuple(deepest), head=head_of(facts), response_id=facts.refers_to)
+    refers_to = None if facts.refers_to is None else response_key(facts.tenant, facts.refers_to)
+    return Ask(session=heads_of(facts), boundaries=tuple(deepest), head=head_of(facts), response_id=refers_to)
 
 
 def own(boundary: Boundary, session: str) -> Boundary:

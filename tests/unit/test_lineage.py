@@ -20,10 +20,12 @@ from router.placement.lineage import (
     Lineage,
     apart,
     ask_for,
+    heads_of,
     kept_tips,
     own,
     trace,
 )
+from router.placement.scope import record_key
 from tests.fakes import prompt, unread
 from tests.fleet_world import fleet, replica
 
@@ -159,7 +161,8 @@ def test_the_store_is_asked_from_the_end_of_the_prompt_backwards() -> None:
     keyless = prompt("one", session=None)
     assert ask_for(keyless).boundaries == tuple(boundary.hash for boundary in reversed(keyless.chain))
     assert ask.head == LATER.chain[SYSTEM - 1].hash
-    assert ask.session == LATER.session
+    assert LATER.session is not None
+    assert ask.session == record_key(LATER.tenant, LATER.session)
     assert ask_for(unread()).boundaries == ()
     assert ask_for(unread()).head is None
 
@@ -274,3 +277,12 @@ def test_the_store_is_asked_for_the_deepest_boundaries_only() -> None:
     known = Branch("b", long.session or "", tips=(long.chain[-41],))
     met = trace(long, replace(view(known), depth=asked.index(long.chain[-41].hash)), "t")
     assert met.shared_bytes == long.chain[-41].text_bytes
+
+
+def test_a_session_that_another_tenant_names_has_a_record_of_its_own() -> None:
+    """However a tenant came by another's session, be it by forging the seal of `x-roost-session`: what it asks for and
+    what it writes goes by its own scope."""
+    mine, theirs = replace(LATER, tenant="mine"), replace(LATER, tenant="theirs")
+    assert mine.session == theirs.session
+    assert heads_of(mine) != heads_of(theirs)
+    assert ask_for(replace(mine, refers_to="r")).response_id != ask_for(replace(theirs, refers_to="r")).response_id

@@ -8,11 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from router.domain.errors import NotPlaced, RoostError, UpstreamBroken, UpstreamSilent, UpstreamUnreachable
+from router.domain.errors import (
+    NotPlaced,
+    RoostError,
+    StoreError,
+    UpstreamBroken,
+    UpstreamSilent,
+    UpstreamUnreachable,
+)
 from router.domain.replica import Standing
 from router.domain.session import Binding
 from router.domain.shared import Settlement
 from router.lifecycle.passage import Passages
+from router.placement.scope import response_key
 from router.ports import ForwardRequest
 from tests.fakes import DOWN, FLEET, LIFE, Answer, FakeDown, Stage, stage, url_of
 
@@ -133,10 +141,11 @@ async def test_a_stored_response_is_asked_of_its_holder() -> None:
     """Also of one that is draining or missed its probes: nobody else has it."""
     world = await stage(3)
     passing = passages(world)
-    await world.store.settle(FLEET, Settlement("l", "r1:1", LIFE, "b", response_id="resp"))
-    found = await passing.holder([world.fleet], "resp")
+    await world.store.settle(FLEET, Settlement("l", "r1:1", LIFE, "b", response_id=response_key("mine", "resp")))
+    found = await passing.holder([world.fleet], "mine", "resp")
     assert found == (world.fleet, Binding("r1:1", LIFE))
-    assert await passing.holder([world.fleet], "unknown") is None
+    assert await passing.holder([world.fleet], "mine", "unknown") is None
+    assert await passing.holder([world.fleet], "theirs", "resp") is None
     world.fleet.observed("r1:1", DOWN)
     down = FakeDown()
     await passing.serve(world.fleet, request("GET"), down, Binding("r1:1", LIFE))
@@ -161,10 +170,12 @@ async def test_where_the_holder_has_left_the_fleet_any_replica_answers() -> None
     assert (b"x-roost-reason", b"pass") in down.extra
 
 
-async def test_without_the_store_no_holder_is_known() -> None:
+async def test_without_the_store_nobody_can_say_who_holds_a_response() -> None:
+    """Which is not the same as that nobody does: with tenants it must not be asked of any replica then."""
     world = await stage(1)
     world.store.away = True
-    assert await passages(world).holder([world.fleet], "resp") is None
+    with pytest.raises(StoreError):
+        await passages(world).holder([world.fleet], "mine", "resp")
 
 
 async def test_a_broadcast_reaches_all_and_relays_a_good_answer() -> None:
@@ -172,7 +183,7 @@ async def test_a_broadcast_reaches_all_and_relays_a_good_answer() -> None:
     passing = passages(world)
     world.upstream.answers = {url_of(0): [Answer(status=500)], url_of(1): [REFUSED]}
     down = FakeDown()
-    await passing.broadcast([world.fleet], request(), down)
+    await passing.broadcast([(world.fleet, request())], down)
     assert sorted(world.upstream.sent) == [url_of(number) for number in range(4)]
     assert down.head is not None
     assert (down.head.status, down.ended) == (200, True)
@@ -188,16 +199,16 @@ async def test_a_broadcast_that_fails_everywhere_says_how() -> None:
     passing = passages(world)
     world.upstream.otherwise = Answer(status=500, headers=JSON, chunks=(b"{}",))
     down = FakeDown()
-    await passing.broadcast([world.fleet], request(), down)
+    await passing.broadcast([(world.fleet, request())], down)
     assert down.head is not None
     assert down.head.status == 500
     world.upstream.otherwise = REFUSED
     with pytest.raises(UpstreamUnreachable):
-        await passing.broadcast([world.fleet], request(), FakeDown())
+        await passing.broadcast([(world.fleet, request())], FakeDown())
     for member in world.fleet.members:
         world.fleet.observed(member.id, DOWN)
     with pytest.raises(NotPlaced):
-        await passing.broadcast([world.fleet], request(), FakeDown())
+        await passing.broadcast([(world.fleet, request())], FakeDown())
 
 
 async def test_a_broadcast_whose_client_leaves_keeps_no_connection() -> None:
@@ -211,7 +222,7 @@ async def test_a_broadcast_whose_client_leaves_keeps_no_connection() -> None:
             await never.wait()
 
     world.upstream.before = hang
-    task = asyncio.create_task(passing.broadcast([world.fleet], request(), FakeDown()))
+    task = asyncio.create_task(passing.broadcast([(world.fleet, request())], FakeDown()))
     await world.gate.passed("head")
     for _ in range(3):
         await asyncio.sleep(0)

@@ -16,6 +16,7 @@ from router.domain.session import Boundary
 from router.domain.shared import Claim, Member, Settlement
 from router.domain.turn import Facts
 from router.lifecycle.placing import Limits
+from router.placement.scope import response_key
 from tests.fakes import FLEET, LIFE, UP, Answer, Stage, prompt, stage, tokens, unread, url_of
 
 LONG = "word " * 4_000
@@ -223,9 +224,11 @@ async def test_the_continuation_of_a_stored_response_is_asked_of_its_holder_only
     world = await stage()
     await world.serve(prompt("a"))
     holder = world.replica_of()
-    await world.store.settle(FLEET, Settlement("l", holder, LIFE, "b", response_id="resp_1"))
+    asked = replace(prompt("other"), refers_to="resp_1")
+    stored = response_key(asked.tenant, "resp_1")
+    await world.store.settle(FLEET, Settlement("l", holder, LIFE, "b", response_id=stored))
     answer_everywhere(world, answer)
-    await ends(world, replace(prompt("other"), refers_to="resp_1"), error)
+    await ends(world, asked, error)
     last = world.events.finished[-1]
     assert (last.replica, last.reason, last.attempt) == (holder, Reason.STORED, 1)
     if error is None:
