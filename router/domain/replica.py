@@ -103,7 +103,11 @@ class Replica:
     capacity: Capacity
     standing: Standing = Standing.SERVING
     healthy: bool = True
-    """False: ejected, unreachable or not ready; takes no turn."""
+    """False: unreachable or not ready; takes no turn."""
+    ejected: bool = False
+    """Reachable, but out for failing its turns: takes one only where nobody else may."""
+    probation: bool = False
+    """Back after it was ejected or dead: takes one turn at a time until one has succeeded."""
     joined_at_s: float = 0.0
     """When this incarnation became ready (Unix seconds); start of its slow start."""
     load: Load = ZERO_LOAD

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Literal
 
 from router.domain.decision import Cost, Decision, Placed, Reason, Refused
-from router.domain.replica import Fleet, Replica, Standing
+from router.domain.replica import Fleet, Replica
 from router.domain.session import Binding, Residue
 from router.domain.turn import Facts, Turn
 from router.placement.cost import Rates, Tuning, crowd_now, decay, rates_of
-from router.placement.filters import eligible, is_home
+from router.placement.filters import eligible, is_home, may_take
 from router.placement.lineage import Lineage
 from router.placement.policy import POLICIES, Choice
 
@@ -63,8 +63,9 @@ def decide(
     candidates = eligible(fleet, home, tried)
     reason: Reason | None = None
     if only is not None:
-        # Eligible as a home is: a cordon keeps new branches out, and a stored response is continued, not begun.
-        holders = tuple(replica for replica in eligible(fleet, only, tried) if is_home(replica, only))
+        # A cordon keeps new branches out, and a stored response is continued, not begun; nor has anyone else got it,
+        # however doubtful its holder is.
+        holders = tuple(replica for replica in may_take(fleet, only, tried) if is_home(replica, only))
         if holders:
             candidates, reason = holders, None if only == home else Reason.STORED
     if not candidates:
@@ -85,7 +86,7 @@ def decide(
     if best is None:
         raise LookupError(f"policy {policy} ranked a replica outside the fleet")
     if reason is None:
-        reason = _reason(policy, lineage, home, best, fleet, tried)
+        reason = _reason(policy, lineage, home, best, candidates, fleet, tried)
     return _placed(turn, best, reason, home, ranked, choice.residues)
 
 
@@ -103,20 +104,28 @@ def _spared(replica: Replica, lineage: Lineage, fleet: Fleet, tuning: Tuning) ->
     return replace(replica, load=replace(replica.load, crowd=crowd, crowd_at_s=fleet.now_s))
 
 
-def _reason(policy: str, lineage: Lineage, home: Binding | None, best: Replica, fleet: Fleet, tried: Tried) -> Reason:
+def _reason(
+    policy: str,
+    lineage: Lineage,
+    home: Binding | None,
+    best: Replica,
+    candidates: tuple[Replica, ...],
+    fleet: Fleet,
+    tried: Tried,
+) -> Reason:
     if lineage.known is None:
         return Reason.NEW if lineage.parent is None else Reason.FORK
+    if home is None:
+        return Reason.HOME_GONE
     if is_home(best, home):
         return Reason.HOME
-    if home is not None and tried.get(home.replica) == "busy" and _left_something(lineage, home):
+    if any(is_home(replica, home) for replica in candidates):
+        return Reason.REBIND if policy == "roost" else Reason.POLICY
+    # A home on probation that has its one turn is busy as a full one is.
+    waits = any(is_home(replica, home) and replica.probation for replica in may_take(fleet, home, tried))
+    if (waits or tried.get(home.replica) == "busy") and _left_something(lineage, home):
         return Reason.SPILL
-    alive = any(
-        is_home(replica, home) and replica.healthy and replica.standing is not Standing.DRAINING
-        for replica in fleet.replicas
-    )
-    if not alive or (home is not None and home.replica in tried):
-        return Reason.HOME_GONE
-    return Reason.REBIND if policy == "roost" else Reason.POLICY
+    return Reason.HOME_GONE
 
 
 def _left_something(lineage: Lineage, home: Binding) -> bool:

@@ -1,4 +1,4 @@
-"""Who may take a turn at all."""
+"""Who may take a turn at all, and who of these first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from router.domain.replica import Fleet, Replica, Standing
 from router.domain.session import Binding
 
-__all__ = ["eligible", "is_home"]
+__all__ = ["eligible", "is_home", "may_take"]
 
 
 def is_home(replica: Replica, home: Binding | None) -> bool:
@@ -15,7 +15,7 @@ def is_home(replica: Replica, home: Binding | None) -> bool:
     return home is not None and home.replica == replica.id and home.incarnation == replica.incarnation
 
 
-def eligible(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tuple[Replica, ...]:
+def may_take(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tuple[Replica, ...]:
     """Healthy replicas not yet tried for this turn; a cordoned one only for the branches that live there, a draining
     one never.
     """
@@ -26,3 +26,21 @@ def eligible(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tupl
         and replica.id not in tried
         and (replica.standing is Standing.SERVING or (replica.standing is Standing.CORDONED and is_home(replica, home)))
     )
+
+
+def eligible(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tuple[Replica, ...]:
+    """Of those that may take the turn: the ones in good standing, and the ones on probation that have no turn.
+
+    A doubtful replica is better than none: where these are all, first those on probation that have one, then the
+    ejected.
+    """
+    allowed = may_take(fleet, home, tried)
+    trusted = tuple(replica for replica in allowed if not replica.ejected and not _on_trial(replica))
+    if trusted:
+        return trusted
+    return tuple(replica for replica in allowed if not replica.ejected) or allowed
+
+
+def _on_trial(replica: Replica) -> bool:
+    """Whether the one turn that a replica on probation may have is under way."""
+    return replica.probation and replica.load.in_flight > 0

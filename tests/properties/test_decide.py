@@ -38,6 +38,10 @@ beliefs = st.builds(
 )
 
 
+doubts = st.sampled_from([{}, {}, {"ejected": True}, {"probation": True}])
+"""A replica in good standing, ejected, or on probation."""
+
+
 @st.composite
 def fleets(draw: st.DrawFn, least: int = 1, most: int = 8) -> list[Replica]:
     return [
@@ -47,6 +51,7 @@ def fleets(draw: st.DrawFn, least: int = 1, most: int = 8) -> list[Replica]:
             beliefs=draw(beliefs),
             healthy=draw(st.booleans()),
             standing=draw(st.sampled_from(Standing)),
+            **draw(doubts),
         )
         for number in range(draw(st.integers(least, most)))
     ]
@@ -98,6 +103,59 @@ def test_who_may_not_take_a_turn_never_gets_one(replicas: list[Replica], tokens:
         assert not allowed
     else:
         assert decision.replica in allowed
+
+
+@FEW
+@given(fleets(), st.integers(1, 300_000), st.booleans(), st.sampled_from(sorted(POLICIES)))
+def test_a_doubtful_replica_gets_a_turn_only_where_nobody_better_may(
+    replicas: list[Replica], tokens: int, fork: bool, policy: str
+) -> None:
+    """An ejected one only where all are, one on probation a second turn only where nobody else is left."""
+    branch = None if fork else resident_branch("r0", tokens)
+    decision = decide(a_turn(tokens, fork=fork), lineage(branch), fleet(*replicas), policy, Tuning())
+
+    def doubt(each: Replica) -> int:
+        return 2 if each.ejected else int(each.probation and each.load.in_flight > 0)
+
+    allowed = {
+        each.id: doubt(each)
+        for each in replicas
+        if each.healthy
+        and (each.standing is Standing.SERVING or (not fork and each.id == "r0" and each.standing is Standing.CORDONED))
+    }
+    if isinstance(decision, Placed):
+        assert allowed[decision.replica] == min(allowed.values())
+
+
+@FEW
+@given(st.integers(1, 200_000), st.sampled_from(sorted(POLICIES)), st.booleans(), st.booleans())
+def test_a_branch_leaves_an_ejected_home_for_good_and_one_on_probation_for_a_turn(
+    tokens: int, policy: str, ejected: bool, taken: bool
+) -> None:
+    """What fails turns has lost the branch; what merely has its one turn gets it back, with the KV it holds."""
+    home = replica(0, ejected=ejected, probation=not ejected, load=Load(in_flight=int(taken)))
+    turn = a_turn(tokens, fork=False, shared_tokens=tokens)
+    known = resident_branch("r0", tokens)
+    decision = decide(turn, lineage(known), fleet(home, replica(1, load=Load(in_flight=70))), policy, Tuning())
+    assert isinstance(decision, Placed)
+    if ejected:
+        assert (decision.replica, decision.reason, decision.binding) == ("r1", Reason.HOME_GONE, at("r1"))
+    elif taken:
+        assert (decision.replica, decision.reason, decision.binding) == ("r1", Reason.SPILL, at("r0"))
+    elif policy == "roost":
+        assert (decision.replica, decision.reason) == ("r0", Reason.HOME)
+
+
+@FEW
+@given(st.integers(1, 200_000), st.booleans())
+def test_a_stored_response_is_continued_by_its_holder_however_doubtful(tokens: int, ejected: bool) -> None:
+    """The others would say there is no such response."""
+    holder = replica(0, ejected=ejected, probation=not ejected, load=Load(in_flight=1))
+    decision = decide(
+        a_turn(tokens, fork=True), lineage(None), fleet(holder, replica(1)), "roost", Tuning(), only=at("r0")
+    )
+    assert isinstance(decision, Placed)
+    assert (decision.replica, decision.reason) == ("r0", Reason.STORED)
 
 
 @FEW
