@@ -268,7 +268,9 @@ class Replica:
         self._talks.add(task)
         self.connections += 1
         try:
-            with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError, TimeoutError):
+            # What is no HTTP/1.1 (some routers look for HTTP/2 or gRPC first) ends the connection.
+            broken = (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, TimeoutError, ValueError)
+            with suppress(*broken, asyncio.CancelledError):
                 while await self._serve(reader, writer):
                     pass
         finally:

@@ -56,12 +56,16 @@ class Session:
     """Session id as its header says it; empty: no header."""
     dialect: Dialect = Dialect.CHAT
     system: str = "You are a coding agent."
-    size_bytes: int = 400
-    """Of each thing said."""
+    size_bytes: int = 0
+    """Of each thing said; 0: 400, and ten times that in the dialects of raw text, where nobody can see turns."""
     said: list[str] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request."""
+
+    def __post_init__(self) -> None:
+        raw = self.dialect in (Dialect.COMPLETIONS, Dialect.GENERATE)
+        self.size_bytes = self.size_bytes or (4000 if raw else 400)
 
     @property
     def all_headers(self) -> dict[str, str]:
