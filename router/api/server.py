@@ -8,25 +8,35 @@ aiohttp's low-level server is used, not `web.Application`: no routing, no signal
 - a reply under way (`router.api.downstream`) is never followed by another: whatever a handler raises or returns, an
   unfinished reply ends as an incomplete message;
 - a body whose framing breaks fails at once for the handler that waits for it; aiohttp would let it wait for ever;
-- what aiohttp's parser refuses is answered in JSON, with 431 for too large headers, and no excerpt of them is logged.
+- what aiohttp's parser refuses is answered in JSON, with 431 for too large headers, and no excerpt of them is logged;
+- heads that the grammar lets pass and HTTP forbids (`router.api.head_rules`) reach no handler;
+- a client that dribbles its head is answered with 408 and let go; so many connections are taken and no more;
+- nothing is read behind a request that offers another protocol, whose bytes might follow it;
+- an answer that leaves some of its request unread says `Connection: close`; the rest is read and thrown away for a
+  while, so that the client gets to see the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from http import HTTPStatus
+from typing import Final, Protocol, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError, _ErrInfo
 
-from router.domain.errors import HeadersTooLarge, MalformedRequest, RequestError
+from router.api.errors import render
+from router.api.head_rules import head_refusal, path_of
+from router.api.paths import error_dialect
+from router.domain.errors import HeadersTooLarge, MalformedRequest, RoostError, RouterBusy, TooSlow
+from router.domain.turn import Dialect
+from router.upstream.wire import response_head
 
 __all__ = ["ClientConnection", "ClientLimits", "RelayServer"]
 
@@ -37,6 +47,9 @@ _WRITE_HIGH_BYTES = 256 * 1024
 
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER for a close by RST instead of FIN."""
+
+_SERVER: Final = "roost"
+"""What Roost's own answers call it: no versions. A replica's `Server` passes as it is."""
 
 
 class Flow(Protocol):
@@ -58,10 +71,16 @@ class ClientLimits:
     header_max_bytes: int = 65_536
     """Longest single header. Codex's turn metadata alone takes 1 kB and grows with its workspaces."""
     headers_max: int = 256
+    head_s: float = 20.0
+    """From the first byte of a connection's request to the end of its head. A head that follows another request has
+    `keepalive_s` from that one's end."""
     keepalive_s: float = 75.0
-    """An idle connection is closed after this; also the time a client has to send a whole head."""
-    linger_s: float = 5.0
-    """How long the rest of an unwanted body is read and thrown away, so that the client gets to see the answer."""
+    """An idle connection is closed after this."""
+    linger_s: float = 30.0
+    """How long the rest of an unwanted body is read and thrown away, so that the client gets to see the answer: many
+    look only once they have sent everything."""
+    connections_max: int = 8192
+    """Open connections; further ones are told that the router is busy."""
     stall_s: float = 300.0
     """A client that takes no byte of its answer for this long is cut off."""
 
@@ -69,7 +88,7 @@ class ClientLimits:
 class ClientConnection(RequestHandler):
     """One client connection."""
 
-    __slots__ = ("_flow", "_stall", "_stall_s", "reply_open")
+    __slots__ = ("_flow", "_head_s", "_head_timer", "_relays", "_stall", "_stall_s", "_switching", "reply_open")
 
     def __init__(
         self, manager: RelayServer, *, loop: asyncio.AbstractEventLoop, limits: ClientLimits, debug: bool = False
@@ -87,7 +106,12 @@ class ClientConnection(RequestHandler):
             auto_decompress=False,
             debug=debug,
         )
+        self._relays = manager
         self._flow: Flow | None = None
+        self._head_s = limits.head_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._switching: StreamReader | None = None
+        """The body of a request that offers another protocol: what comes behind it is not HTTP for certain."""
         self._stall: asyncio.TimerHandle | None = None
         self._stall_s = limits.stall_s
         self.reply_open = False
@@ -95,8 +119,8 @@ class ClientConnection(RequestHandler):
 
     @property
     def closes_next(self) -> bool:
-        """Whether the connection closes after the reply under way whatever the client wishes: on shutdown."""
-        return self._close or self._force_close
+        """Whether the connection closes after the reply under way whatever the client wishes."""
+        return self._close or self._force_close or self._switching is not None
 
     def bind(self, flow: Flow | None) -> None:
         """Couple the client's pace to `flow` from now on, or to nothing."""
@@ -135,18 +159,42 @@ class ClientConnection(RequestHandler):
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             # The last bytes of a connection closed by aiohttp are timed by the kernel alone.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._stall_s * 1000))
+        if not self._relays.admit():
+            self._send_off(RouterBusy("too many connections"))
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """See `asyncio.Protocol`. aiohttp cancels the handler."""
+        self._relays.dismiss()
         self._flow = None
         self._stop_stall()
+        self._stop_head_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        if self._switching is not None and self._switching.is_eof():
+            return
         super().data_received(data)
-        if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
-            self._break_bodies()
+        if self._messages:
+            self._stop_head_timer()
+            message, body = self._messages[-1]
+            if isinstance(message, _ErrInfo):
+                self._break_bodies()
+            elif message.upgrade:
+                self._switching = body
+        elif self._head_timer is None and not self._request_count:
+            self._head_timer = self._loop.call_later(self._head_s, self._head_late)
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        self._send_off(TooSlow("the request's head did not come in time"))
+
+    def _send_off(self, error: RoostError) -> None:
+        """Answer what has not become a request, and close."""
+        _LOG.info("sent a client off: %s", error)
+        if self.transport is not None:
+            self.transport.write(_refusal(error, Dialect.CHAT))
+        self.force_close()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`: the client is slow."""
@@ -175,6 +223,11 @@ class ClientConnection(RequestHandler):
                 body.feed_eof()
                 self.close()
 
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
     def _stop_stall(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
@@ -190,27 +243,31 @@ class ClientConnection(RequestHandler):
             _LOG.error("a reply was left unfinished")
             self.cut(reset=True)
             return resp, True
+        if isinstance(resp, web.Response):
+            resp.headers.setdefault("Server", _SERVER)
+            if self._switching is not None or not request.content.is_eof():
+                resp.force_close()
         return await super().finish_response(request, resp, start_time)
 
     def handle_error(
         self,
-        request: web.BaseRequest,  # noqa: ARG002  # aiohttp's signature
+        request: web.BaseRequest,
         status: int = 500,
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
         """See `RequestHandler`: answers what its parser refused, and what a handler failed to catch."""
         if status == 400:
-            refusal: RequestError = HeadersTooLarge("request headers too large")
+            refusal: RoostError = HeadersTooLarge("request headers too large")
             if not isinstance(exc, LineTooLong) and "Too many headers" not in (message or ""):
                 refusal = MalformedRequest("not a valid HTTP request")
             _LOG.info("refused a request: %s", refusal)
-            return _refusal(refusal.status, refusal.code, str(refusal))
+            return cast("web.StreamResponse", _Refusal(self, refusal, Dialect.CHAT))
         _LOG.error("unhandled error in a request handler", exc_info=exc)
         if self.reply_open:
             self.cut(reset=True)
             raise ConnectionError("the reply had begun")
-        return _refusal(500, "internal_error", "internal error")
+        return cast("web.StreamResponse", _Refusal(self, RoostError(), error_dialect(path_of(request.raw_path))))
 
 
 class RelayServer(web.Server):
@@ -224,16 +281,61 @@ class RelayServer(web.Server):
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         limits: ClientLimits | None = None,
     ) -> None:
-        super().__init__(handler, handler_cancellation=True)
+        super().__init__(self._checked, handler_cancellation=True)
+        self._handler = handler
         self._limits = limits or ClientLimits()
+        self._open = 0
 
     def __call__(self) -> ClientConnection:
         """One protocol per connection."""
         return ClientConnection(self, loop=self._loop, limits=self._limits)
 
+    def admit(self) -> bool:
+        """Count a connection; False where it is one too many."""
+        self._open += 1
+        return self._open <= self._limits.connections_max
 
-def _refusal(status: int, code: str, message: str) -> web.Response:
-    error = {"message": message, "type": code, "code": code, "param": None}
-    response = web.Response(status=status, body=json.dumps({"error": error}).encode(), content_type="application/json")
-    response.force_close()
-    return response
+    def dismiss(self) -> None:
+        """A connection has gone."""
+        self._open -= 1
+
+    async def _checked(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The handler's answer, or a refusal of heads that no handler should see."""
+        target = request.raw_path
+        refusal = head_refusal(request.method, request.version, target, request.headers)
+        if refusal is None:
+            return await self._handler(request)
+        _LOG.info("refused a request: %s", refusal)
+        connection = cast("ClientConnection", request.protocol)
+        return cast("web.StreamResponse", _Refusal(connection, refusal, error_dialect(path_of(target))))
+
+
+class _Refusal:
+    """An answer that is written as it is, after which the connection closes."""
+
+    keep_alive = False
+
+    def __init__(self, connection: ClientConnection, error: RoostError, dialect: Dialect) -> None:
+        self._connection = connection
+        self._raw = _refusal(error, dialect)
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        raw = self._raw
+        if request.method == "HEAD":
+            raw = raw[: raw.index(b"\r\n\r\n") + 4]
+        if self._connection.transport is not None:
+            self._connection.transport.write(raw)
+
+    async def write_eof(self) -> None:
+        """Nothing is left to write."""
+
+
+def _refusal(error: RoostError, dialect: Dialect) -> bytes:
+    wire = render(error, dialect)
+    headers = [(name.encode(), value.encode()) for name, value in wire.headers]
+    headers += [
+        (b"Server", _SERVER.encode()),
+        (b"Content-Length", b"%d" % len(wire.body)),
+        (b"Connection", b"close"),
+    ]
+    return response_head(wire.status, HTTPStatus(wire.status).phrase.encode(), headers) + wire.body
