@@ -13,6 +13,7 @@ from aiohttp import web
 
 from router.api.downstream import Downstream, read_body
 from router.api.errors import error_frame, render
+from router.api.head_rules import path_of
 from router.api.health import Health
 from router.api.paths import BROADCAST, error_dialect, stored_response, turn_dialect
 from router.api.repair import repair
@@ -108,7 +109,7 @@ class Gateway:
         encoded = read.headers.get(b"content-encoding", b"identity").lower() != b"identity"
         facts = self._identity.facts(dialect, read.headers, body, encoded=encoded)
         if dialect is Dialect.OTHER:
-            await self._pass(read, facts, body, has_body=request.body_exists)
+            await self._pass(read, facts, body, has_body=request.body_exists or request.content_length is not None)
         else:
             fleet = self._fleets.serving(facts.model)
             read.fleet = fleet.name
@@ -172,7 +173,7 @@ class Gateway:
 
     def _models(self, read: _Request) -> web.Response | None:
         """`GET /v1/models`, the union of the fleets, and one of them; both OpenAI's and Anthropic's clients read it."""
-        if read.method != "GET" or not (read.path == "/v1/models" or read.path.startswith("/v1/models/")):
+        if read.method not in ("GET", "HEAD") or not (read.path == "/v1/models" or read.path.startswith("/v1/models/")):
             return None
         models = {name: fleet for fleet in self._fleets for name in fleet.models()}
         entries = [self._model(name, fleet) for name, fleet in models.items()]
@@ -208,7 +209,7 @@ def _read(request: web.BaseRequest) -> _Request:
     for name, value in raw:
         headers.setdefault(name.lower(), value)
     target = request.raw_path
-    return _Request(request.method, target, target.split("?", 1)[0], raw, headers, Downstream(request))
+    return _Request(request.method, target, path_of(target), raw, headers, Downstream(request))
 
 
 def _last_words(error: UpstreamError, dialect: Dialect, reader: BodyReader) -> bytes:
