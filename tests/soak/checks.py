@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -147,7 +149,14 @@ class Checks:
             self._violate(f"router-0 holds ever more files: {files[:: max(1, quarter // 4)]}")
 
     def _logs(self) -> None:
+        """No router may have logged an error. Each kind is told once, with its count."""
         for router in self._stage.routers:
+            kinds: Counter[str] = Counter()
             for line in router.program.log.read_text(errors="replace").splitlines():
-                if '"level":"error"' in line.replace(" ", "").lower() or "Traceback" in line:
-                    self._violate(f"{router.program.name} logged an error: {line[:300]}")
+                if line.startswith("Traceback"):
+                    kinds[line] += 1
+                elif '"level":"error"' in line:
+                    told = json.loads(line)
+                    kinds[f"{told['message']}: {told.get('exception', '')[-400:]}"] += 1
+            for kind, count in kinds.items():
+                self._violate(f"{router.program.name} logged {count} errors: {kind}")
