@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import EnvSettingsSource
 
+from router.document import NotYamlError, parse
 from router.settings import problems
 from router.settings.model import Settings
 from router.settings.problems import ConfigError, Problem, unknown_key
@@ -188,31 +188,15 @@ def _is_text(path: tuple[str, ...]) -> bool:
     return _group(path) is None and getattr(_annotation(path), "__origin__", None) is not tuple
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML, refusing a key that is written twice: the first would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """As the parent, for mappings whose keys differ."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
 def _of_file(file: Path) -> _Layer:
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # noqa: S506 (a SafeLoader)
+        values = parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([Problem((), f"{file}: {error.strerror or error}", "a readable YAML file")]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Problem((), f"{file}: is not UTF-8 text", "a readable YAML file")]) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError([Problem((), f"{file}{at}: {said}", "YAML")]) from error
+    except NotYamlError as error:
+        raise ConfigError([Problem((), f"{file}{error.at}: {error}", "YAML")]) from error
     if values is None:
         values = {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
