@@ -13,7 +13,7 @@ from aiohttp import web
 
 from router.api.downstream import Downstream, read_body
 from router.api.errors import error_frame, render
-from router.api.head_rules import path_of
+from router.api.head_rules import fewer_hops, hops_left, path_of
 from router.api.health import Health
 from router.api.paths import BROADCAST, error_dialect, stored_response, turn_dialect
 from router.api.repair import repair
@@ -28,7 +28,7 @@ from router.lifecycle.turn import Turns
 from router.placement.identity import Identity, session_token
 from router.ports import BodyReader, ForwardRequest
 from router.telemetry.events import Observer, TurnRefused
-from router.upstream.wire import Header, forward_request_headers
+from router.upstream.wire import Header, forward_request_headers, via_of
 
 __all__ = ["Gateway", "GatewayLimits"]
 
@@ -60,6 +60,7 @@ class _Request:
     raw_headers: Sequence[Header]
     headers: dict[bytes, bytes]
     down: Downstream
+    via: bytes
     fleet: str = ""
     repaired: tuple[str, ...] = field(default=())
 
@@ -93,6 +94,8 @@ class Gateway:
         own = self._health.answer(read.method, read.path) or self._models(read)
         if own is not None:
             return own
+        if hops_left(read.method, read.headers) == 0:
+            return web.Response(status=204)
         try:
             return await self._serve(request, read)
         except RoostError as error:
@@ -119,7 +122,7 @@ class Gateway:
     async def _turn(self, read: _Request, facts: Facts, fleet: FleetRuntime, body: bytes) -> None:
         if fleet.spec.repairs:
             body, read.repaired = repair(fleet.spec.repairs, facts.dialect, body)
-        forward = ForwardRequest(read.method, read.target, forward_request_headers(read.raw_headers), body)
+        forward = ForwardRequest(read.method, read.target, forward_request_headers(read.raw_headers, read.via), body)
 
         def label(placed: Placed, turn: Turn) -> Sequence[Header]:
             headers = [
@@ -150,7 +153,7 @@ class Gateway:
         return not read.headers.get(b"user-agent", b"").lower().startswith(self._limits.bare_abort_agents)
 
     async def _pass(self, read: _Request, facts: Facts, body: bytes, *, has_body: bool) -> None:
-        headers = forward_request_headers(read.raw_headers)
+        headers = fewer_hops(read.method, forward_request_headers(read.raw_headers, read.via))
         forward = ForwardRequest(read.method, read.target, headers, body, has_body)
         fleets = tuple(self._fleets)
         try:
@@ -209,7 +212,7 @@ def _read(request: web.BaseRequest) -> _Request:
     for name, value in raw:
         headers.setdefault(name.lower(), value)
     target = request.raw_path
-    return _Request(request.method, target, path_of(target), raw, headers, Downstream(request))
+    return _Request(request.method, target, path_of(target), raw, headers, Downstream(request), via_of(request.version))
 
 
 def _last_words(error: UpstreamError, dialect: Dialect, reader: BodyReader) -> bytes:

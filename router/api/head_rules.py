@@ -25,8 +25,9 @@ from typing import Final
 from urllib.parse import unquote
 
 from router.domain.errors import ExpectationFailed, MalformedRequest, RequestError, Unsupported, UnsupportedVersion
+from router.upstream.wire import Header
 
-__all__ = ["head_refusal", "hops_left", "path_of"]
+__all__ = ["fewer_hops", "head_refusal", "hops_left", "path_of"]
 
 _VERSIONS: Final = ((1, 0), (1, 1))
 _NOT_SPOKEN: Final = frozenset({"CONNECT", "TRACE"})
@@ -53,10 +54,22 @@ def path_of(target: str) -> str:
     return unquote(path) if "%" in path else path
 
 
-def hops_left(method: str, headers: Mapping[str, str]) -> int | None:
-    """`Max-Forwards` of an OPTIONS request (RFC 9110 section 7.6.2); None where it says nothing."""
-    value = headers.get("Max-Forwards") if method == "OPTIONS" else None
-    return int(value) if value is not None and value.isascii() and value.isdigit() and len(value) < 10 else None
+def hops_left(method: str, headers: Mapping[bytes, bytes]) -> int | None:
+    """`Max-Forwards` of an OPTIONS request, None where there is none (RFC 9110 section 7.6.2): at 0 it is answered
+    here. `headers`: names lower-case.
+    """
+    value = headers.get(b"max-forwards", b"") if method == "OPTIONS" else b""
+    return int(value) if value.isdigit() and len(value) < 10 else None
+
+
+def fewer_hops(method: str, headers: tuple[Header, ...]) -> tuple[Header, ...]:
+    """The headers of a request that goes one hop further."""
+    if method != "OPTIONS":
+        return headers
+    return tuple(
+        (name, b"%d" % (int(value) - 1)) if name.lower() == b"max-forwards" and value.isdigit() else (name, value)
+        for name, value in headers
+    )
 
 
 def _framing(method: str, version: tuple[int, int], headers: Mapping[str, str]) -> RequestError | None:

@@ -23,8 +23,13 @@ BROADCAST: Final = frozenset({"/abort_request", "/flush_cache"})
 
 
 def turn_dialect(method: str, path: str) -> Dialect:
-    """The dialect of a request that is a turn, else `OTHER`. `path` has no query."""
-    return _TURNS.get(path, Dialect.OTHER) if method == "POST" else Dialect.OTHER
+    """The dialect of a request that is a turn, else `OTHER`. `path` has no query.
+
+    SGLang takes PUT for POST on /generate (srt/entrypoints/http_server.py).
+    """
+    if method == "POST" or (method == "PUT" and path == "/generate"):
+        return _TURNS.get(path, Dialect.OTHER)
+    return Dialect.OTHER
 
 
 def stored_response(path: str) -> str | None:

@@ -28,6 +28,7 @@ __all__ = [
     "replica_root",
     "request_head",
     "response_head",
+    "via_of",
 ]
 
 Header = tuple[bytes, bytes]
@@ -109,13 +110,18 @@ def replica_root(url: str) -> str:
     return root
 
 
-def forward_request_headers(raw: Iterable[Header]) -> tuple[Header, ...]:
-    """The client's headers as a replica may see them.
+def via_of(version: tuple[int, int]) -> bytes:
+    """What Roost adds as `Via` to a request that came by this HTTP version (RFC 9110 section 7.6.3)."""
+    return b"%d.%d roost" % tuple(version)
+
+
+def forward_request_headers(raw: Iterable[Header], via: bytes) -> tuple[Header, ...]:
+    """The client's headers as a replica may see them, and `via` as this gateway's own `Via`.
 
     `Host` and `Content-Length` are gone too, since `request_head` writes its own, and `Expect`, since the body is sent
     at once.
     """
-    return _forward(raw, _REQUEST_DROPS)
+    return (*_forward(raw, _REQUEST_DROPS), (b"Via", via))
 
 
 def forward_response_headers(head: ResponseHead) -> tuple[Header, ...]:
@@ -147,7 +153,7 @@ def request_head(
     """
     raw = target.encode("utf-8", "surrogateescape")
     if not _TARGET.fullmatch(raw):
-        raw = _origin_form(raw)
+        raw = _origin_form(method, raw)
     lines = [b"%b %b%b HTTP/1.1" % (method.encode(), origin.prefix, raw), b"Host: " + origin.authority]
     lines += [b": ".join(header) for header in headers]
     if content_length is not None:
@@ -176,7 +182,7 @@ def has_no_body(method: str, status: int) -> bool:
     return status in (204, 304) or method == "HEAD"
 
 
-def _origin_form(raw: bytes) -> bytes:
+def _origin_form(method: str, raw: bytes) -> bytes:
     """A target in absolute form (`GET http://host/path`) or of `OPTIONS *`, as an origin server takes it."""
     if raw == b"*":
         return raw
@@ -184,6 +190,8 @@ def _origin_form(raw: bytes) -> bytes:
     if absolute is None:
         raise MalformedRequest("the request target is not a path")
     rest = raw[absolute.end() :]
+    if method == "OPTIONS" and not rest:
+        return b"*"  # RFC 9112 section 3.2.4
     path = rest if rest.startswith(b"/") else b"/" + rest
     if not _TARGET.fullmatch(path):
         raise MalformedRequest("the request target holds a space or control character")

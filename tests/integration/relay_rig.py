@@ -174,7 +174,7 @@ class Relay:
 def forward(request: web.BaseRequest, body: bytes) -> ForwardRequest:
     has_body = request.content_length is not None or bool(body)
     target = request._message.path
-    return ForwardRequest(request.method, target, forward_request_headers(request.raw_headers), body, has_body)
+    return ForwardRequest(request.method, target, forward_request_headers(request.raw_headers, b"1.1 roost"), body, has_body)
 
 
 @asynccontextmanager
