@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.domain.outcome import Usage
-from router.domain.shared import Acquired, Ask, Claim, Member, Membership, Settlement, Stale, View
+from router.domain.shared import Acquired, Ask, Claim, Lease, Member, Membership, Settlement, Stale, View
 
 __all__ = [
     "Acquired",
@@ -22,6 +22,7 @@ __all__ = [
     "Downstream",
     "Exchange",
     "ForwardRequest",
+    "Lease",
     "Member",
     "Membership",
     "ResponseHead",
@@ -75,8 +76,12 @@ class Store(Protocol):
         """Release and record."""
         ...
 
-    async def renew(self, fleet: str, leases: Sequence[str], lease_ttl_s: float) -> Sequence[str]:
-        """Prolong leases; returns those that had already expired (their counts are gone)."""
+    async def renew(self, fleet: str, leases: Sequence[Lease], lease_ttl_s: float) -> Sequence[str]:
+        """Prolong leases, and take those again that are gone (the store was away for long, or came back empty).
+
+        Returns the ids of those taken again. All or nothing for each lease, never for one whose replica lives another
+        life by now.
+        """
         ...
 
     async def members(self, fleet: str) -> Membership:

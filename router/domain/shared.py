@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from router.domain.replica import Beliefs, Capacity, Load, Standing
 from router.domain.session import Binding, Boundary, Branch, Session
 
-__all__ = ["Acquired", "Ask", "Claim", "Member", "Membership", "Settlement", "Stale", "View"]
+__all__ = ["Acquired", "Ask", "Claim", "Lease", "Member", "Membership", "Settlement", "Stale", "View", "lease_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,26 @@ class Stale:
 
     why: str
     """"branch", "tip" or "load": bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a running turn holds, so that a store which lost it can count it again."""
+
+    id: str
+    replica: str
+    incarnation: str
+    prefill_tokens: int
+    """Tokens that still wait to be prefilled; 0 once the first byte has come."""
+    locked_tokens: int
+    branch: str
+
+
+def lease_of(claim: Claim) -> Lease:
+    """The lease that a claim asks for."""
+    return Lease(
+        claim.lease, claim.replica, claim.incarnation, claim.prefill_tokens, claim.locked_tokens, claim.branch
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,18 @@
-"""Renewing what this router holds: leases of running turns are prolonged together, until each is settled."""
+"""Renewing what this router holds: leases of running turns are prolonged together, until each is settled.
+
+A renewal says what is held, so a store that has lost a lease (it was away for longer than the lease's time, or came
+back empty) counts it again: in-flight turns are true again with the next beat, or as soon as `renew` is called.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Final
 
 from router.domain.errors import StoreError
-from router.ports import Store
+from router.ports import Lease, Store
 
 __all__ = ["Leases"]
 
@@ -24,34 +29,48 @@ class Leases:
         self._store = store
         self.ttl_s = ttl_s
         self._renew_s = renew_s
-        self._held: dict[str, set[str]] = {}
+        self._held: dict[str, dict[str, Lease]] = {}
 
-    def add(self, fleet: str, lease: str) -> None:
+    def add(self, fleet: str, lease: Lease) -> None:
         """Hold a lease."""
-        self._held.setdefault(fleet, set()).add(lease)
+        self._held.setdefault(fleet, {})[lease.id] = lease
+
+    def progressed(self, fleet: str, lease: str) -> None:
+        """Its first byte came: no renewal says any more that its tokens wait to be prefilled."""
+        held = self._held.get(fleet, {})
+        if lease in held:
+            held[lease] = replace(held[lease], prefill_tokens=0)
 
     def discard(self, fleet: str, lease: str) -> None:
         """It is settled."""
-        self._held.get(fleet, set()).discard(lease)
+        self._held.get(fleet, {}).pop(lease, None)
 
     @property
     def count(self) -> int:
         """How many are held."""
         return sum(map(len, self._held.values()))
 
+    def branches(self, fleet: str) -> frozenset[str]:
+        """Branches with a turn under way."""
+        return frozenset(lease.branch for lease in self._held.get(fleet, {}).values())
+
     async def run(self) -> None:
         """Renew until cancelled. A store that is away is asked again at the next beat."""
         while True:
             await asyncio.sleep(self._renew_s)
-            for fleet, leases in list(self._held.items()):  # a fleet's first turn may come while one is renewed
-                await self._renew(fleet, list(leases))
+            try:
+                await self.renew()
+            except StoreError as error:
+                log.debug("leases not renewed: %s", error)
 
-    async def _renew(self, fleet: str, leases: list[str]) -> None:
-        try:
-            for start in range(0, len(leases), BATCH):
-                gone = await self._store.renew(fleet, leases[start : start + BATCH], self.ttl_s)
-                lost = self._held[fleet].intersection(gone)  # without those settled meanwhile
-                if lost:
-                    log.warning("%d leases of fleet %s had expired before they were renewed", len(lost), fleet)
-        except StoreError as error:
-            log.debug("leases of fleet %s not renewed: %s", fleet, error)
+    async def renew(self) -> None:
+        """Renew all that are held. Raises StoreError."""
+        for fleet in list(self._held):  # a fleet's first turn may come while another's are renewed
+            held = self._held[fleet]
+            names = list(held)
+            for start in range(0, len(names), BATCH):
+                # Looked up now, not when the first batch went out: what was settled since must not be taken again.
+                batch = [held[name] for name in names[start : start + BATCH] if name in held]
+                taken = await self._store.renew(fleet, batch, self.ttl_s)
+                if taken:
+                    log.debug("%d leases of fleet %s were gone and are counted again", len(taken), fleet)

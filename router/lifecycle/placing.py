@@ -19,7 +19,7 @@ from router.domain.decision import Placed, Reason, Refused
 from router.domain.errors import NotPlaced, StoreError
 from router.domain.replica import Fleet
 from router.domain.session import Binding, Boundary, Branch
-from router.domain.shared import Acquired, Claim, View
+from router.domain.shared import Acquired, Claim, View, lease_of
 from router.domain.turn import Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.leases import Leases
@@ -126,7 +126,7 @@ class Placing:
             self._settling.undo(held.fleet.name, claim)
             raise
         if acquired:
-            self._leases.add(held.fleet.name, held.lease)
+            self._leases.add(held.fleet.name, lease_of(claim))
         return acquired
 
     def _decide(

@@ -6,7 +6,9 @@ The contract, which `tests/contracts` checks on all stores:
 back once: the prefill by `progress`, the rest by `settle` or by expiry, whichever comes first; no count goes below
 zero. `fetch` gives back leases whose time is up before it reads (at most 500 a call); the branch's `in_flight` falls
 with them. A lease is recorded until then, so `renew` and `settle` still find one that is late but not yet given back.
-A lease id that is recorded cannot be taken again: `Stale("branch")`.
+A lease id that is recorded cannot be acquired again: `Stale("branch")`. `renew` brings the store to what a router says
+it holds: it prolongs what is recorded, gives back prefill that no longer waits, and adds what is not recorded any more
+anew, with the branch's `in_flight` where the branch is known; not where the load entry speaks of another life.
 
 **Lives.** A load entry speaks of one incarnation. A claim for another begins a new life at zero, counters and crowd
 too. A lease counts only against the life it was taken in: settled or expired later it touches no other, even if the
@@ -43,7 +45,8 @@ from dataclasses import dataclass, field, replace
 
 from router.domain.replica import Beliefs, Load
 from router.domain.session import Binding, Branch, Residue, Session
-from router.ports import Acquired, Ask, Claim, Clock, Member, Membership, Settlement, Stale, View
+from router.domain.shared import lease_of
+from router.ports import Acquired, Ask, Claim, Clock, Lease, Member, Membership, Settlement, Stale, View
 from router.store.expiring import Expiring
 from router.store.keys import HEADS_KEPT, RESIDUES_KEPT, SWEEP_MAX
 
@@ -142,15 +145,7 @@ class MemoryStore:
             return Stale(why)
         if life is None:
             life = at.lives[claim.replica] = _Life(claim.incarnation, Load(crowd_at_s=now_s))
-        life.load = replace(
-            life.load,
-            in_flight=life.load.in_flight + 1,
-            prefill_tokens=life.load.prefill_tokens + claim.prefill_tokens,
-            locked_tokens=life.load.locked_tokens + claim.locked_tokens,
-        )
-        at.leases[claim.lease] = _Lease(
-            life, claim.branch, claim.prefill_tokens, claim.locked_tokens, _until_ms(now_s, claim.lease_ttl_s)
-        )
+        _take(at, life, lease_of(claim), _until_ms(now_s, claim.lease_ttl_s))
         if old is not None:
             left = _decayed(1.0, now_s - old.active_at_s, claim.crowd_half_life_s)
             _join(at.life(old.home), -left * old.weight, -left * old.live_tokens, now_s, claim.crowd_half_life_s)
@@ -177,9 +172,7 @@ class MemoryStore:
         """See `Store.progress`."""
         held = self._fleet(fleet).leases.get(lease)
         if held is not None:
-            load = held.life.load
-            held.life.load = replace(load, prefill_tokens=max(0, load.prefill_tokens - held.prefill_tokens))
-            held.prefill_tokens = 0
+            _progress(held)
 
     async def settle(self, fleet: str, settlement: Settlement) -> None:
         """See `Store.settle`."""
@@ -204,13 +197,20 @@ class MemoryStore:
         if it.response_id is not None:
             at.responses.put(it.response_id, Binding(it.replica, it.incarnation), now_s, it.branch_ttl_s)
 
-    async def renew(self, fleet: str, leases: Sequence[str], lease_ttl_s: float) -> Sequence[str]:
+    async def renew(self, fleet: str, leases: Sequence[Lease], lease_ttl_s: float) -> Sequence[str]:
         """See `Store.renew`."""
-        at, expires_ms = self._fleet(fleet), _until_ms(self._clock.now_s(), lease_ttl_s)
+        at, now_s = self._fleet(fleet), self._clock.now_s()
+        until_ms = _until_ms(now_s, lease_ttl_s)
+        taken = []
         for lease in leases:
-            if lease in at.leases:
-                at.leases[lease].expires_ms = max(at.leases[lease].expires_ms, expires_ms)
-        return [lease for lease in leases if lease not in at.leases]
+            held = at.leases.get(lease.id)
+            if held is not None:
+                held.expires_ms = max(held.expires_ms, until_ms)
+                if lease.prefill_tokens == 0:
+                    _progress(held)
+            elif _take_again(at, lease, until_ms, now_s):
+                taken.append(lease.id)
+        return taken
 
     async def members(self, fleet: str) -> Membership:
         """See `Store.members`."""
@@ -305,6 +305,39 @@ def _join(life: _Life | None, weight: float, live_tokens: float, now_s: float, h
 
 def _decayed(value: float, since_s: float, half_life_s: float) -> float:
     return value * math.pow(2.0, -max(0.0, since_s) / half_life_s)
+
+
+def _take(at: _Fleet, life: _Life, lease: Lease, until_ms: int) -> None:
+    """Record a lease and count it."""
+    life.load = replace(
+        life.load,
+        in_flight=life.load.in_flight + 1,
+        prefill_tokens=life.load.prefill_tokens + lease.prefill_tokens,
+        locked_tokens=life.load.locked_tokens + lease.locked_tokens,
+    )
+    at.leases[lease.id] = _Lease(life, lease.branch, lease.prefill_tokens, lease.locked_tokens, until_ms)
+
+
+def _take_again(at: _Fleet, lease: Lease, until_ms: int, now_s: float) -> bool:
+    """Count a lease that is not recorded, unless its replica lives another life by now."""
+    life = at.lives.setdefault(lease.replica, _Life(lease.incarnation, Load(crowd_at_s=now_s)))
+    if life.incarnation != lease.incarnation:
+        return False
+    branch = at.branches.get(lease.branch, now_s)
+    if branch is None:
+        # Nobody's: a branch that is written later has not counted this turn, and must not lose it.
+        lease = replace(lease, branch="")
+    else:
+        at.branches.put(branch.id, replace(branch, in_flight=branch.in_flight + 1), now_s, None)
+    _take(at, life, lease, until_ms)
+    return True
+
+
+def _progress(held: _Lease) -> None:
+    """Its tokens no longer wait."""
+    load = held.life.load
+    held.life.load = replace(load, prefill_tokens=max(0, load.prefill_tokens - held.prefill_tokens))
+    held.prefill_tokens = 0
 
 
 def _give_back(at: _Fleet, lease: _Lease, now_s: float) -> None:

@@ -7,26 +7,30 @@ than that.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import sha1
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import hiredis
 
 from router.domain.errors import StoreForeign, StoreUnavailable
 from router.domain.session import Binding
-from router.ports import Acquired, Ask, Claim, Member, Membership, Settlement, Stale, View
+from router.ports import Acquired, Ask, Claim, Lease, Member, Membership, Settlement, Stale, View
 from router.store import codec
+from router.store.address import Command
 from router.store.keys import HEADS_KEPT, RESIDUES_KEPT, SCHEMA, SWEEP_MAX, FleetKeys, key_type, schema_key
-from router.store.wire import Address, Command, Wire
+from router.store.topology import topology_of
 
 __all__ = ["RedisStore", "Script", "load_scripts"]
 
 _CLAIM = struct.Struct("<qqqqqIddqqIIB")
 _SETTLEMENT = struct.Struct("<IIqq")
+_LEASE = struct.Struct("<qq")
 
 _T = TypeVar("_T")
 
@@ -92,39 +96,49 @@ class _Fleet:
 
 
 class RedisStore:
-    """`Store` over one pipelined connection.
+    """`Store` over one pipelined connection a server.
 
     `timeout_s` bounds every call; what takes longer raises `StoreUnavailable`, though the script may still run. That is
-    safe: a lease that nobody renews expires, and a settlement may be repeated. `scripts` lets tests set the clock.
-    Raises ValueError for a URL that is not redis://, rediss:// or unix://.
+    safe: a lease that nobody renews expires, and a settlement may be repeated. The password files are read at every
+    connection. `scripts` lets tests set the clock. Raises ValueError for a URL that is none of `router.store.url`.
     """
 
     def __init__(
-        self, url: str, *, prefix: str = "roost", timeout_s: float = 0.05, scripts: Mapping[str, Script] | None = None
+        self,
+        url: str,
+        *,
+        prefix: str = "roost",
+        timeout_s: float = 0.05,
+        username: str | None = None,
+        password_file: Path | None = None,
+        sentinel_password_file: Path | None = None,
+        scripts: Mapping[str, Script] | None = None,
     ) -> None:
         if not prefix or "{" in prefix or "}" in prefix:
             raise ValueError(f"a key prefix needs a character and no braces, not {prefix!r}")
         self._prefix = prefix
         self._scripts = load_scripts() if scripts is None else scripts
-        self._wire = Wire(Address(url), timeout_s)
+        self._topology = topology_of(
+            url, username=username, password_file=password_file, sentinel_password_file=sentinel_password_file
+        )
+        self._timeout_s = timeout_s
         self._fleets: dict[str, _Fleet] = {}
 
     async def open(self) -> None:
-        """Connect, claim the schema and load the scripts; see `Store.open`."""
+        """Connect and claim the schema; see `Store.open`."""
         key = schema_key(self._prefix)
         await self._call(("SET", key, SCHEMA, "NX"), [key])
         found = await self._call(("GET", key), [key])
         if found != SCHEMA.encode():
             raise StoreForeign(
-                f"store {self._wire.label}: {key.decode()} says schema {found!r}, and this Roost writes {SCHEMA!r}; "
-                f"give it another key prefix, or delete the keys {self._prefix}:* when no router of that version runs"
+                f"store {self._topology.label}: {key.decode()} says schema {found!r}, and this Roost writes "
+                f"{SCHEMA!r}; give it another key prefix, or delete the keys {self._prefix}:* when no router of that "
+                "version runs"
             )
-        for script in self._scripts.values():
-            await self._call(("SCRIPT", "LOAD", script.text), [])
 
     async def close(self) -> None:
-        """Close the connection."""
-        await self._wire.close()
+        """Close the connections."""
+        await self._topology.close()
 
     async def fetch(self, fleet: str, ask: Ask) -> View:
         """See `Store.fetch`."""
@@ -225,11 +239,16 @@ class RedisStore:
             RESIDUES_KEPT,
         )
 
-    async def renew(self, fleet: str, leases: Sequence[str], lease_ttl_s: float) -> Sequence[str]:
+    async def renew(self, fleet: str, leases: Sequence[Lease], lease_ttl_s: float) -> Sequence[str]:
         """See `Store.renew`."""
         keys = self._fleet(fleet).keys
-        gone = await self._run("renew", [keys.load, keys.leases, keys.held], _ms(lease_ttl_s), *leases)
-        return [lease.decode() for lease in gone]
+        told: list[bytes | str] = []
+        for lease in leases:
+            branch = codec.short(codec.pack_id(lease.branch))
+            numbers = _LEASE.pack(lease.prefill_tokens, lease.locked_tokens)
+            told += [lease.id, _short(lease.replica), _short(lease.incarnation), branch, numbers]
+        taken = await self._run("renew", [keys.load, keys.leases, keys.held, keys.lives], _ms(lease_ttl_s), *told)
+        return [lease.decode() for lease in taken]
 
     async def members(self, fleet: str) -> Membership:
         """See `Store.members`."""
@@ -277,36 +296,40 @@ class RedisStore:
         return fleet
 
     async def _run(self, name: str, keys: list[bytes], *args: bytes | str | int) -> Any:
-        """Run a script: one round trip, or three where the server has forgotten it (restart, SCRIPT FLUSH)."""
-        script = self._scripts[name]
-        command = ("EVALSHA", script.digest, len(keys), *keys, *args)
+        """Run a script: one round trip, or two where the server does not know it yet, or not any more."""
+        script, due = self._scripts[name], asyncio.get_running_loop().time() + self._timeout_s
         try:
-            return await self._wire.call(command)
+            return await self._topology.call(keys[0], ("EVALSHA", script.digest, len(keys), *keys, *args), due)
         except hiredis.ReplyError as error:
             if not str(error).startswith("NOSCRIPT"):
-                raise await self._translated(error, keys) from error
-        await self._call(("SCRIPT", "LOAD", script.text), [])
-        return await self._call(command, keys)
+                raise await self._translated(error, keys, due) from error
+        # EVAL goes by its keys to the very server that said so, which remembers the script.
+        return await self._call(("EVAL", script.text, len(keys), *keys, *args), keys, due)
 
-    async def _call(self, command: Command, keys: list[bytes]) -> Any:
+    async def _call(self, command: Command, keys: list[bytes], due: float | None = None) -> Any:
+        if due is None:
+            due = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            return await self._wire.call(command)
+            return await self._topology.call(keys[0], command, due)
         except hiredis.ReplyError as error:
-            raise await self._translated(error, keys) from error
+            raise await self._translated(error, keys, due) from error
 
-    async def _translated(self, error: hiredis.ReplyError, keys: list[bytes]) -> StoreForeign | StoreUnavailable:
+    async def _translated(
+        self, error: hiredis.ReplyError, keys: list[bytes], due: float
+    ) -> StoreForeign | StoreUnavailable:
         """What an error reply means; for a wrong type, asks which of `keys` it was."""
+        label = self._topology.label
         if not str(error).startswith("WRONGTYPE"):
-            return StoreUnavailable(f"store {self._wire.label} refused: {error}")
+            return StoreUnavailable(f"store {label} refused: {error}")
         for key in keys:
             expected = key_type(key)
-            found = await self._wire.call(("TYPE", key))
+            found = await self._topology.call(key, ("TYPE", key), due)
             if found not in (b"none", expected):
                 return StoreForeign(
-                    f"store {self._wire.label}: {key.decode(errors='backslashreplace')} holds a {found.decode()} where "
+                    f"store {label}: {key.decode(errors='backslashreplace')} holds a {found.decode()} where "
                     f"Roost keeps a {expected.decode()}: delete that key, or use another key prefix"
                 )
-        return StoreForeign(f"store {self._wire.label}: {error}")
+        return StoreForeign(f"store {label}: {error}")
 
 
 def _text(raw: bytes) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from router.domain.replica import Beliefs, Standing
 from router.domain.session import Binding
-from router.ports import Ask, Claim, Member, Settlement, Store
+from router.ports import Ask, Claim, Lease, Member, Settlement, Store
 from tests.contracts.worlds import FLEET, World, boundary, memory_world, redis_world
 
 CALLS = 300
@@ -69,6 +69,13 @@ def _settlement(dice: random.Random) -> Settlement:
     )
 
 
+def _lease(dice: random.Random, name: str) -> Lease:
+    incarnation = dice.choice(["i1", "i1", "i2"])
+    return Lease(
+        name, dice.choice(REPLICAS), incarnation, dice.choice([0, 70]), dice.randint(0, 1000), dice.choice(BRANCHES)
+    )
+
+
 def _ask(dice: random.Random) -> Ask:
     return Ask(
         session=dice.choice([None, "s1", "0123ab"]),
@@ -105,7 +112,7 @@ def _call(dice: random.Random, versions: dict[str, int]) -> Call:
         lease = dice.choice(LEASES)
         return lambda store: store.progress(FLEET, lease)
     if kind < 0.85:
-        leases, ttl_s = dice.sample(LEASES, 3), dice.choice([1.0, 30.0])
+        leases, ttl_s = [_lease(dice, name) for name in dice.sample(LEASES, 3)], dice.choice([1.0, 30.0])
         return lambda store: store.renew(FLEET, leases, ttl_s)
     return _membership_call(dice)
 

@@ -9,7 +9,7 @@ import pytest
 from router.domain.replica import Beliefs, Load
 from router.domain.session import Binding
 from router.ports import Acquired, Stale
-from tests.contracts.worlds import FLEET, START_S, Fleet, World, boundary, claim, settlement
+from tests.contracts.worlds import FLEET, START_S, Fleet, World, boundary, claim, lease, settlement
 
 B1, B2, B3 = boundary(1), boundary(2), boundary(3)
 
@@ -76,7 +76,7 @@ async def test_an_expired_lease_gives_back_exactly_what_it_added(fleet: Fleet) -
     await fleet.win(claim("l3", "b3", B3, prefill_tokens=5, locked_tokens=6, lease_ttl_s=60.0))
     await fleet.world.store.progress(FLEET, "l1")
     await fleet.world.advance(9.0)
-    assert await fleet.world.store.renew(FLEET, ["l2"], 10.0) == []
+    assert await fleet.renew(lease("l2", "b2", prefill_tokens=7, locked_tokens=9)) == []
     assert (await fleet.look()).loads["r1"].in_flight == 3
 
     await fleet.world.advance(1.0)
@@ -111,19 +111,92 @@ async def test_settling_an_expired_lease_counts_nothing_but_is_believed(fleet: F
 async def test_a_late_lease_can_still_be_renewed_until_it_is_given_back(fleet: Fleet) -> None:
     await fleet.win(claim("l1", "b1", B1))
     await fleet.world.advance(11.0)
-    assert await fleet.world.store.renew(FLEET, ["l1", "unknown"], 10.0) == ["unknown"]
-    assert (await fleet.look()).loads["r1"].in_flight == 1
+    assert await fleet.renew(lease("l1")) == []
+    view = await fleet.look(B1)
+    assert view.branch is not None
+    assert (view.loads["r1"].in_flight, view.branch.in_flight) == (1, 1)
+    assert await fleet.renew() == []
+
+
+async def test_a_lease_that_was_given_back_is_taken_again_with_all_it_counts(fleet: Fleet) -> None:
+    """A router that could not renew for long, but whose turn runs on, has its counts back by the next renewal."""
+    await fleet.win(claim("l1", "b1", B1))
+    await fleet.world.advance(11.0)
+    before = await fleet.look(B1)
+    assert before.loads["r1"].in_flight == 0
+    assert await fleet.renew(lease("l1", "b1")) == ["l1"]
+    assert await fleet.renew(lease("l1", "b1")) == []
+    view = await fleet.look(B1)
+    load = view.loads["r1"]
+    assert (load.in_flight, load.prefill_tokens, load.locked_tokens) == (1, 100, 120)
+    assert load.crowd == before.loads["r1"].crowd
+    assert view.branch is not None
+    assert (view.branch.in_flight, view.branch.version) == (1, 1)
+    for _ in range(2):
+        await fleet.settle(settlement("l1", "b1", admitted_tokens=90))
+    view = await fleet.look(B1)
+    load = view.loads["r1"]
+    assert (load.in_flight, load.prefill_tokens, load.locked_tokens, load.admitted_tokens) == (0, 0, 0, 90)
+    assert view.branch is not None
+    assert view.branch.in_flight == 0
+
+
+async def test_a_lease_that_was_taken_again_expires_like_any_other(fleet: Fleet) -> None:
+    await fleet.win(claim("l1", "b1", B1))
     await fleet.world.advance(11.0)
     await fleet.look()
-    assert await fleet.world.store.renew(FLEET, ["l1"], 10.0) == ["l1"]
-    assert await fleet.world.store.renew(FLEET, [], 10.0) == []
-
-
-async def test_renewing_never_shortens_a_lease(fleet: Fleet) -> None:
-    await fleet.win(claim("l1", "b1", B1, lease_ttl_s=60.0))
-    await fleet.world.store.renew(FLEET, ["l1"], 1.0)
-    await fleet.world.advance(30.0)
+    await fleet.renew(lease("l1", "b1"))
+    await fleet.world.advance(9.0)
     assert (await fleet.look()).loads["r1"].in_flight == 1
+    await fleet.world.advance(1.0)
+    view = await fleet.look(B1)
+    assert view.branch is not None
+    assert (view.loads["r1"].in_flight, view.loads["r1"].locked_tokens, view.branch.in_flight) == (0, 0, 0)
+
+
+async def test_an_empty_store_counts_the_leases_it_is_told(fleet: Fleet) -> None:
+    """After a flush no load entry and no branch is there: a life begins, and the branch, once written, has lost no
+    turn that it never counted.
+    """
+    held = [lease("l1", "b1"), lease("l2", "b2", prefill_tokens=0), lease("l3", "b3", replica="r2", incarnation="i9")]
+    assert await fleet.renew(*held) == ["l1", "l2", "l3"]
+    view = await fleet.look()
+    assert view.incarnations == {"r1": "i1", "r2": "i9"}
+    at = view.loads["r1"]
+    assert (at.in_flight, at.prefill_tokens, at.locked_tokens, at.admitted_tokens, at.crowd) == (2, 100, 240, 0, 0.0)
+    await fleet.win(claim("l9", "b1", B1))
+    await fleet.settle(settlement("l1", "b1"))
+    view = await fleet.look(B1)
+    assert view.branch is not None
+    assert (view.loads["r1"].in_flight, view.branch.in_flight) == (2, 1)
+
+
+async def test_prefill_that_was_given_back_does_not_wait_again(fleet: Fleet) -> None:
+    """A renewal that says so also mends a `progress` that was lost; one that does not takes nothing back."""
+    await fleet.win(claim("l1", "b1", B1))
+    await fleet.renew(lease("l1", "b1"))
+    assert (await fleet.look()).loads["r1"].prefill_tokens == 100
+    for _ in range(2):
+        await fleet.renew(lease("l1", "b1", prefill_tokens=0))
+        assert (await fleet.look()).loads["r1"].prefill_tokens == 0
+    await fleet.renew(lease("l1", "b1"))
+    assert (await fleet.look()).loads["r1"].prefill_tokens == 0
+    await fleet.world.advance(11.0)
+    await fleet.look()
+    await fleet.renew(lease("l1", "b1", prefill_tokens=0))
+    load = (await fleet.look()).loads["r1"]
+    assert (load.in_flight, load.prefill_tokens, load.locked_tokens) == (1, 0, 120)
+
+
+async def test_a_lease_of_another_life_is_not_taken_again(fleet: Fleet) -> None:
+    await fleet.win(claim("l1", "b1", B1))
+    await fleet.win(claim("l2", "b2", B2, incarnation="i2", home=Binding("r1", "i2"), lease_ttl_s=60.0))
+    await fleet.world.advance(11.0)
+    await fleet.look()
+    assert await fleet.renew(lease("l1", "b1"), lease("l3", "b2", incarnation="i2")) == ["l3"]
+    view = await fleet.look(B1)
+    assert view.branch is not None
+    assert (view.loads["r1"].in_flight, view.branch.in_flight) == (2, 0)
 
 
 async def test_a_lease_id_is_taken_once(fleet: Fleet) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import redis.asyncio
 
 from router.domain.session import Binding, Boundary
-from router.ports import Acquired, Ask, Claim, Settlement, Stale, Store, View
+from router.ports import Acquired, Ask, Claim, Lease, Settlement, Stale, Store, View
 from router.store.memory import MemoryStore
 from router.store.redis import RedisStore, Script, load_scripts
 
@@ -124,6 +124,11 @@ def settlement(lease: str = "l1", branch: str = "b1", **changes: object) -> Sett
     return replace(Settlement(lease, "r1", "i1", branch), **changes)  # type: ignore[arg-type]
 
 
+def lease(name: str = "l1", branch: str = "b1", **changes: object) -> Lease:
+    """What the turn of `claim(name, branch)` holds until its first byte comes."""
+    return replace(Lease(name, "r1", "i1", 100, 120, branch), **changes)  # type: ignore[arg-type]
+
+
 @dataclass
 class Fleet:
     """The calls of one fleet, short."""
@@ -140,6 +145,10 @@ class Fleet:
 
     async def settle(self, done: Settlement) -> None:
         await self.world.store.settle(FLEET, done)
+
+    async def renew(self, *leases: Lease, ttl_s: float = 10.0) -> list[str]:
+        """The ids of those that were taken again."""
+        return list(await self.world.store.renew(FLEET, leases, ttl_s))
 
     async def look(self, *boundaries: Boundary, session: str | None = None, **more: str) -> View:
         asked = Ask(session=session, boundaries=tuple(each.hash for each in boundaries), **more)

@@ -24,7 +24,7 @@ from router.ports import Acquired, Ask, Member, View
 from router.store.keys import FleetKeys
 from router.store.redis import RedisStore
 from tests.contracts.servers import KINDS, serving, serving_at, serving_with
-from tests.contracts.worlds import FLEET, FakeClock, Fleet, World, boundary, claim, settlement
+from tests.contracts.worlds import FLEET, FakeClock, Fleet, World, boundary, claim, lease, settlement
 
 KEYS = FleetKeys("roost", FLEET)
 B1, B2, B3 = boundary(1), boundary(2), boundary(3)
@@ -143,7 +143,7 @@ async def everything(fleet: Fleet) -> None:
     for asked in (claim("l8", "b1", B2, B1, version=1, head=B3.hash), claim("l9", "b1", B1, head=B3.hash)):
         await fleet.acquire(asked)
     await fleet.world.store.progress(FLEET, "l1")
-    await fleet.world.store.renew(FLEET, ["l1"], 10.0)
+    await fleet.renew(lease("l1", "b1"), lease("l7", "b1"))
     await fleet.settle(settlement("l1", "b1", tokens=5, response_id="resp_1"))
     await fleet.world.store.members(FLEET)
     await fleet.world.store.put_member(FLEET, Member("r1", "http://r1", "admin"), only_if_absent=True)

@@ -32,12 +32,7 @@ local owners = #KEYS > 6 and redis.call('MGET', unpack(KEYS, 7)) or {}
 local session = parse_session(read(KEYS[6]))
 
 -- The load: a new life begins at zero.
-if not load then
-  local lives = read_number(KEYS[4]) + 1
-  redis.call('SET', KEYS[4], integer(lives))
-  load = {in_flight = 0, prefill = 0, locked = 0, admitted = 0, crowd = 0, live = 0, crowd_at = now,
-          life = lives % 4294967296, incarnation = incarnation}
-end
+load = load or begin_life(KEYS[4], incarnation)
 load.in_flight = load.in_flight + 1
 load.prefill = load.prefill + prefill
 load.locked = load.locked + locked

@@ -11,7 +11,7 @@ if #due > 0 then
     if lease then
       local load = read_load(lease.replica)
       if subtract(load, lease) then write_load(lease.replica, load) end
-      leave(lease.branch)
+      count_turn(lease.branch, -1)
     end
   end
   redis.call('ZREM', KEYS[3], unpack(due))

@@ -45,6 +45,14 @@ local function read_load(replica)
   return parse_load(redis.call('HGET', KEYS[1], replica))
 end
 
+-- A load entry of a life that begins now, at zero.
+local function begin_life(lives_key, incarnation)
+  local lives = read_number(lives_key) + 1
+  redis.call('SET', lives_key, integer(lives))
+  return {in_flight = 0, prefill = 0, locked = 0, admitted = 0, crowd = 0, live = 0, crowd_at = now,
+          life = lives % 4294967296, incarnation = incarnation}
+end
+
 local function write_load(replica, load)
   redis.call('HSET', KEYS[1], replica, struct.pack('<BI4i8i8i8dddI4',
     1, load.in_flight, load.prefill, load.locked, load.admitted, load.crowd, load.live, load.crowd_at, load.life)
@@ -122,13 +130,28 @@ local function subtract(load, lease)
   return true
 end
 
--- One turn of the branch is over; its TTL stays.
-local function leave(branch_id)
+-- The tokens of a recorded lease no longer wait to be prefilled.
+local function progress(held_key, lease_id, lease)
+  if lease.prefill == 0 then return end
+  local load = read_load(lease.replica)
+  if load and load.life == lease.life then
+    load.prefill = math.max(0, load.prefill - lease.prefill)
+    write_load(lease.replica, load)
+  end
+  lease.prefill = 0
+  redis.call('HSET', held_key, lease_id, pack_lease(lease))
+end
+
+-- One turn of the branch more, or less; its TTL stays. False where there is no such branch.
+local function count_turn(branch_id, change)
   local key = base .. 'n:' .. branch_id
   local branch = parse_branch(read(key))
-  if branch and branch.in_flight > 0 then
-    branch.in_flight = branch.in_flight - 1
+  if not branch then return false end
+  local in_flight = math.max(0, branch.in_flight + change)
+  if in_flight ~= branch.in_flight then
+    branch.in_flight = in_flight
     redis.call('SET', key, pack_branch(branch), 'KEEPTTL')
   end
+  return true
 end
 

@@ -22,7 +22,7 @@ if lease then
   if branch and lease.branch == branch_id then
     branch.in_flight = math.max(0, branch.in_flight - 1)
   else
-    leave(lease.branch)
+    count_turn(lease.branch, -1)
   end
 end
 redis.call('ZREM', KEYS[3], lease_id)
