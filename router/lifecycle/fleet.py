@@ -55,6 +55,8 @@ class FleetSpec:
     policy: str = "roost"
     profile: Profile = field(default_factory=Profile)
     repairs: tuple[str, ...] = ()
+    admission: float = 0.0
+    """Live tokens per token of KV room up to which new sessions are let in at once; 0: no limit."""
     probe_interval_s: float = 1.0
 
 

@@ -19,19 +19,20 @@ from router.domain.decision import Placed, Reason, Refused
 from router.domain.errors import NotPlaced, StoreError
 from router.domain.replica import Fleet
 from router.domain.session import Binding, Boundary, Branch
-from router.domain.shared import Acquired, Claim, View, lease_of
+from router.domain.shared import Acquired, Ask, Claim, View, lease_of
 from router.domain.turn import Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.leases import Leases
 from router.lifecycle.recent import Recent, Record
 from router.lifecycle.settling import WAITING_TOKENS_MIN, Held, Settling
+from router.placement.admission import Occupancy, admits, begins_session, live_share, need_of, occupancy
 from router.placement.cost import Rates, Tuning, branch_weight, rates_of
 from router.placement.decide import decide, turn_of
 from router.placement.lineage import Lineage, apart, ask_for, head_of, heads_of, kept_tips, trace
 from router.ports import Clock, Store
 from router.telemetry.events import Observer, TurnStarted
 
-__all__ = ["Attempts", "Limits", "Placing"]
+__all__ = ["Attempts", "Limits", "NoRoomError", "Placing"]
 
 HOMES_REMEMBERED: Final = 50_000
 """Prompt ends whose home this process remembers for when the store is away (about 10 MB)."""
@@ -49,6 +50,10 @@ class Limits:
     """How long the head of a stream waits for a refusal inside it; see `opening`. 0: not at all."""
     tips_kept: int = 10
     branch_ttl_s: float = 21_600.0
+    queue_max: int = 256
+    """New sessions that may wait for room in one fleet; see `waiting`."""
+    queue_s: float = 30.0
+    """How long one waits."""
 
 
 @dataclass(slots=True)
@@ -57,6 +62,20 @@ class Attempts:
 
     tried: dict[str, Literal["busy", "gone"]] = field(default_factory=dict)
     count: int = 0
+    patient: bool = False
+    """Whether it may be asked to wait: before its first place, where its fleet has a limit of admission."""
+    behind: bool = False
+    """Whether others wait already."""
+    waited_s: float = 0.0
+
+
+class NoRoomError(Exception):
+    """A patient turn begins a session for which there is no room, or for which others wait already."""
+
+    def __init__(self, need_tokens: int, seen: Occupancy) -> None:
+        super().__init__("no room for a new session")
+        self.need_tokens = need_tokens
+        self.seen = seen
 
 
 class Placing:
@@ -86,11 +105,13 @@ class Placing:
         self._sequence = 0
         self._again: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By fleet: held while a turn that lost a race is decided anew."""
+        self._arriving: defaultdict[str, int] = defaultdict(int)
+        """By fleet: KV tokens of new sessions whose claims are under way, which no view shows yet."""
         self._homes: dict[str, Binding] = {}
         """By prompt end, oldest first."""
 
     async def place(self, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: Attempts, began_s: float) -> Held:
-        """Get the turn a place. Raises NotPlaced."""
+        """Get the turn a place. Raises NotPlaced, and NoRoomError to a patient turn."""
         attempts.count += 1
         self._sequence += 1
         sequence = self._sequence
@@ -113,10 +134,30 @@ class Placing:
                 await fleet.refresh()
             held = self._decide(fleet, facts, view, turn_id, attempts, sequence, last=last)
             held.record.store_calls = 2 * (attempt + 1)
-            acquired = await self._acquire(held, self._claim(held, view, facts, slack=None if last else attempt // 2))
+            need = await self._room_needed(held, facts, view, attempts) if attempts.patient else 0
+            self._arriving[fleet.name] += need
+            try:
+                slack = None if last else attempt // 2
+                acquired = await self._acquire(held, self._claim(held, view, facts, slack=slack))
+            finally:
+                self._arriving[fleet.name] -= need
         except StoreError:
             return self._decide_blind(fleet, facts, turn_id, attempts, sequence)
         return held if acquired else None
+
+    async def _room_needed(self, held: Held, facts: Facts, view: View, attempts: Attempts) -> int:
+        """KV tokens that a new session is about to take; 0 for a known one. Raises NoRoomError."""
+        if not begins_session(facts, held.record.lineage, view):
+            return 0
+        need, seen = need_of(held.record.turn), occupancy(held.snapshot, self._tuning)
+        seen = replace(seen, live_tokens=seen.live_tokens + self._arriving[held.fleet.name])
+        if not attempts.behind and admits(need, seen, held.fleet.spec.admission):
+            return need
+        if facts.parent is not None:
+            family = await self._store.fetch(held.fleet.name, Ask(facts.parent))
+            if family.session is not None:
+                return need
+        raise NoRoomError(need, seen)
 
     async def _acquire(self, held: Held, claim: Claim) -> bool:
         """Claim the place."""
@@ -221,6 +262,7 @@ class Placing:
             attempt=attempts.count,
             store_calls=0,
             place_s=0.0,
+            waited_s=attempts.waited_s,
             blind=blind,
         )
         return Held(self._new_id(), fleet, snapshot, rates, record, 0.0)
@@ -234,6 +276,7 @@ class Placing:
         observed = chosen.load.in_flight if checked and chosen is not None else None
         waiting = placed.prefill_tokens if placed.prefill_tokens >= WAITING_TOKENS_MIN else 0
         tip = lineage.tip if lineage.keeps_tip else None
+        live_tokens, inherited_tokens = live_share(turn, lineage, placed.binding)
         sticky = (
             record.policy == "session_sticky"
             and facts.session is not None
@@ -254,6 +297,9 @@ class Placing:
             weight=branch_weight(turn.prompt_tokens),
             text_bytes=lineage.tip.text_bytes if lineage.tip is not None else 0,
             crowd_half_life_s=self._tuning.crowd_half_life_s,
+            live_tokens=live_tokens,
+            inherited_tokens=inherited_tokens,
+            named=facts.session is not None,
             observed_in_flight=observed,
             slack=slack or 0,
             head=head_of(facts),

@@ -31,6 +31,8 @@ class Record:
     attempt: int
     store_calls: int
     place_s: float
+    waited_s: float
+    """How long its session waited for room."""
     blind: bool
     outcome: Outcome | None = None
 
@@ -69,6 +71,7 @@ def explain(record: Record) -> dict[str, Any]:
         "blind": record.blind,
         "store_calls": record.store_calls,
         "place_s": round(record.place_s, 6),
+        "waited_s": round(record.waited_s, 3),
         "boundaries": record.boundaries,
         "prompt_tokens": turn.prompt_tokens,
         "shared_tokens": turn.shared_tokens,

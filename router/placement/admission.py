@@ -21,7 +21,6 @@ from router.domain.session import Binding
 from router.domain.shared import View
 from router.domain.turn import Facts, Turn
 from router.placement.cost import Tuning, decay
-from router.placement.filters import eligible
 from router.placement.lineage import Lineage
 
 __all__ = ["Occupancy", "admits", "begins_session", "live_now", "live_share", "need_of", "occupancy", "retry_after_s"]
@@ -58,13 +57,12 @@ def occupancy(fleet: Fleet, tuning: Tuning) -> Occupancy:
     Room is on the replicas that may take a new branch, device and host. A cordoned replica keeps its branches, so
     neither counts; those of one that drains or died will ask for room elsewhere as they speak, so they do.
     """
-    takers = {replica.id for replica in eligible(fleet, None, ())}
     live, room = 0.0, 0
     for replica in fleet.replicas:
         if replica.standing is Standing.CORDONED and replica.healthy:
             continue
         live += live_now(replica.load, fleet.now_s, tuning.crowd_half_life_s)
-        if replica.id in takers:
+        if replica.standing is Standing.SERVING and replica.healthy:
             room += replica.capacity.device_tokens + replica.capacity.host_tokens
     return Occupancy(live, room)
 
