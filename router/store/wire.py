@@ -5,25 +5,27 @@ one connection (pipelining). Per script call with 50 replicas in the reply (uvlo
 CPU, its bare connection 89 and this 22; so redis-py gives only the reading of the URL and the TLS settings, hiredis
 the protocol.
 
-A server that hangs costs a call at most `timeout_s`, and the calls after it nothing: while a reply is overdue they
-fail at once. The connection stays until the overdue reply comes (all is well again) or `STALL_S` have passed; only
-then it is replaced. So there is never more than one connection, however many calls fail.
+Every call says by when it needs its answer (`due`, in the loop's time). A server that hangs costs a call that long at
+most, and the calls after it nothing: while a reply is overdue they fail at once. The connection stays until the
+overdue reply comes (all is well again) or `STALL_S` have passed; only then it is replaced. So there is never more than
+one connection, however many calls fail. Likewise a connection that takes long to make, or could not be made, makes
+only the first calls wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import hiredis
-from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 
 from router.domain.errors import StoreUnavailable
+from router.store.address import Address, Command
 
-__all__ = ["Address", "Wire"]
-
-Command = tuple[bytes | str | int, ...]
+__all__ = ["CONNECT_TIMEOUT_S", "Wire", "fixed"]
 
 CONNECT_TIMEOUT_S = 1.0
 """Longer than a call may take: TLS and a login need several round trips. Callers do not wait that long for it."""
@@ -31,102 +33,144 @@ CONNECT_TIMEOUT_S = 1.0
 STALL_S = 2.0
 """Silence after which a connection is given up, since its server may be gone without a word."""
 
+REDIAL_S = 0.05
+"""After a connection could not be made, calls fail at once for so long: a server that refuses is not hammered."""
 
-class Address:
-    """Where a Redis is and how to log in. Raises ValueError for a URL that is not redis://, rediss:// or unix://."""
 
-    def __init__(self, url: str) -> None:
-        options: dict[str, Any] = dict(parse_url(url))
-        kind: type[Any] = options.pop("connection_class", Connection)
-        try:
-            settings = kind(**options)
-        except TypeError as error:
-            raise ValueError("the store's URL has an option in its query that is not known") from error
-        self.path = str(settings.path) if kind is UnixDomainSocketConnection else None
-        self.host, self.port = ("", 0) if self.path is not None else (str(settings.host), int(settings.port))
-        self.tls = settings.ssl_context.get() if kind is SSLConnection else None
-        self.label = f"unix://{self.path}" if self.path is not None else f"{self.host}:{self.port}"
-        """The address without its credentials, for messages."""
-        self.greeting: list[Command] = []
-        """What is said first on a connection: login and choice of database."""
-        if settings.password:
-            self.greeting.append(("AUTH", *((settings.username,) if settings.username else ()), settings.password))
-        if settings.db:
-            self.greeting.append(("SELECT", int(settings.db)))
+def fixed(address: Address) -> Callable[[], Awaitable[Address]]:
+    """For a `Wire` to a server that stays where it is."""
+
+    async def locate() -> Address:
+        return address
+
+    return locate
 
 
 class Wire:
-    """Sends commands and awaits replies; connects when first used and again after a loss."""
+    """Sends commands and awaits replies; connects when first used and again after a loss.
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
-        self.label = address.label
-        self._address = address
-        self._timeout_s = timeout_s
+    Before each connection `locate` says where to: it may ask others, and raise StoreUnavailable. With `master_only` a
+    server that says it is a replica is not accepted.
+    """
+
+    def __init__(self, label: str, locate: Callable[[], Awaitable[Address]], *, master_only: bool = False) -> None:
+        self.label = label
+        self._locate = locate
+        self._master_only = master_only
         self._link: _Link | None = None
         self._dialing: asyncio.Task[_Link] | None = None
+        self._dialed_at_s = 0.0
+        self._refused: tuple[float, str] | None = None
+        """Until when no connection is tried, and why."""
 
-    async def call(self, command: Command) -> Any:
-        """The reply to `command`; raises `hiredis.ReplyError` for an error reply, `StoreUnavailable` for none."""
+    @property
+    def answers(self) -> bool:
+        """Whether there is a connection and no reply is overdue."""
+        return self._link is not None and self._link.answers
+
+    async def call(self, command: Command, due: float, *, asking: bool = False) -> Any:
+        """The reply to `command`; raises `hiredis.ReplyError` for an error reply, `StoreUnavailable` for none in time.
+
+        `asking` sends ASKING just before it: a node of a cluster then serves a slot that is on its way to it.
+        """
         link = self._link
         if link is None or link.lost:
-            link = await self._connect()
-        return await link.send(command)
+            link = await self._connect(due)
+        if asking:
+            link.send(("ASKING",), due).add_done_callback(_forget)
+        return await link.send(command, due)
+
+    def lose(self, why: str) -> None:
+        """Give the connection up, also one being made; calls under way fail, the next one connects anew."""
+        dialing, link = self._dialing, self._link
+        self._dialing = self._link = self._refused = None
+        if dialing is not None:
+            dialing.cancel()
+        if link is not None:
+            link.drop(why)
 
     async def close(self) -> None:
         """Close the connection; calls under way fail."""
         dialing, link = self._dialing, self._link
-        self._dialing = self._link = None
+        self.lose("closed")
         if dialing is not None:
-            dialing.cancel()
             await asyncio.wait([dialing])
         if link is not None:
-            link.drop("closed")
             await link.gone
 
-    async def _connect(self) -> _Link:
-        """The next connection, which all callers wait for together, each no longer than its own timeout."""
+    async def _connect(self, due: float) -> _Link:
+        """The next connection, which all callers wait for together, each no longer than its own time."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._refused is not None:
+            if now < self._refused[0]:
+                raise StoreUnavailable(self._refused[1])
+            self._refused = None
         if self._dialing is None:
-            self._dialing = asyncio.get_running_loop().create_task(self._dial())
+            self._dialed_at_s = now
+            self._dialing = loop.create_task(self._dial())
             self._dialing.add_done_callback(self._dialed)
-        done, _ = await asyncio.wait([self._dialing], timeout=self._timeout_s)
+        allowed_s = due - now  # counted from when the connection was begun: the first calls wait, later ones less
+        done, _ = await asyncio.wait([self._dialing], timeout=max(0.0, self._dialed_at_s + allowed_s - now))
         if not done:
-            raise StoreUnavailable(f"store {self.label}: no connection within {self._timeout_s * 1000:.0f} ms")
+            raise StoreUnavailable(f"store {self.label}: no connection within {allowed_s * 1000:.0f} ms")
         if (task := done.pop()).cancelled():
-            raise StoreUnavailable(f"store {self.label}: closed")
+            raise StoreUnavailable(f"store {self.label}: connection given up")
         return task.result()
 
     async def _dial(self) -> _Link:
-        loop, at = asyncio.get_running_loop(), self._address
-        link = _Link(self.label, CONNECT_TIMEOUT_S)
+        loop = asyncio.get_running_loop()
+        link = _Link(self.label)
+        due = loop.time() + CONNECT_TIMEOUT_S
+        where = ""
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout_at(due):
+                at = await self._locate()
+                where = "" if at.label == self.label else f" to {at.label}"
                 if at.path is not None:
                     await loop.create_unix_connection(lambda: link, at.path)
                 else:
                     await loop.create_connection(lambda: link, at.host, at.port, ssl=at.tls)
-                for command in at.greeting:
-                    await link.send(command)
+                for command in at.greeting():
+                    await link.send(command, due)
+                if self._master_only:
+                    self._check_master(at, await link.send(("ROLE",), due))
         except BaseException as error:
             link.drop("not ready")
             if isinstance(error, OSError | hiredis.ReplyError):
-                raise StoreUnavailable(f"store {self.label}: cannot connect: {str(error) or 'timed out'}") from error
+                said = str(error) or "timed out"
+                raise StoreUnavailable(f"store {self.label}: cannot connect{where}: {said}") from error
             raise
-        link.timeout_s = self._timeout_s
         return link
+
+    def _check_master(self, at: Address, role: list[Any]) -> None:
+        if role[0] != b"master":
+            raise StoreUnavailable(f"store {self.label}: {at.label} is a {role[0].decode()}, not the master")
 
     def _dialed(self, task: asyncio.Task[_Link]) -> None:
         if self._dialing is not task:
+            if not task.cancelled() and task.exception() is None:
+                task.result().drop("given up")
             return
         self._dialing = None
-        if not task.cancelled() and task.exception() is None:
+        if task.cancelled():
+            return
+        if (error := task.exception()) is None:
             self._link = task.result()
+        else:
+            self._refused = (asyncio.get_running_loop().time() + REDIAL_S, str(error))
+
+
+def _forget(reply: asyncio.Future[Any]) -> None:
+    """An answer nobody waits for, whose error needs no mention."""
+    if not reply.cancelled():
+        reply.exception()
 
 
 class _Link(asyncio.Protocol):
     """One connection: the futures that wait for replies in their order, and one timer for the first of them."""
 
-    def __init__(self, label: str, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, label: str) -> None:
         self.lost = False
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection is closed."""
@@ -135,18 +179,24 @@ class _Link(asyncio.Protocol):
         self._reader = hiredis.Reader()
         self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at_s = math.inf
         self._overdue = False
         self._transport: asyncio.Transport | None = None
 
-    def send(self, command: Command) -> asyncio.Future[Any]:
+    @property
+    def answers(self) -> bool:
+        """Whether it stands and no reply is overdue."""
+        return not (self.lost or self._overdue)
+
+    def send(self, command: Command, due: float) -> asyncio.Future[Any]:
         """Send a command; the future gets its reply."""
         if self._overdue or self.lost or self._transport is None:
             raise self._unavailable("does not answer" if self._overdue else "connection lost")
         future = self._loop.create_future()
-        self._waiting.append((self._loop.time() + self.timeout_s, future))
+        self._waiting.append((due, future))
         self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # its stub says: one item
-        if self._timer is None:
-            self._timer = self._loop.call_later(self.timeout_s, self._check)
+        if due < self._wakes_at_s:
+            self._wake_at(due)
         return future
 
     def drop(self, why: str) -> None:
@@ -156,9 +206,7 @@ class _Link(asyncio.Protocol):
             if not future.done():
                 future.set_exception(self._unavailable(why))
         self._waiting.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._wake_at(math.inf)
         if self._transport is not None:
             self._transport.abort()
 
@@ -194,23 +242,28 @@ class _Link(asyncio.Protocol):
 
     def _check(self) -> None:
         """Fail those whose time is up; look again when the next one's is."""
-        self._timer = None
         now = self._loop.time()
-        wake_at = None
-        for due, future in self._waiting:
+        wake_at_s = math.inf
+        for due, future in self._waiting:  # not always in order: a call's second command has the first one's time
             if due > now:
-                wake_at = due
-                break
-            if not future.done():
-                future.set_exception(self._unavailable(f"no answer within {self.timeout_s * 1000:.0f} ms"))
-        if not self._waiting:
-            return
-        first = self._waiting[0][0]
-        self._overdue = first <= now
-        if first + STALL_S <= now:
-            self.drop("does not answer")
-            return
-        self._timer = self._loop.call_at(wake_at if wake_at is not None else first + STALL_S, self._check)
+                wake_at_s = min(due, wake_at_s)
+            elif not future.done():
+                future.set_exception(self._unavailable("no answer in time"))
+        if self._waiting:
+            first = self._waiting[0][0]
+            self._overdue = first <= now
+            if first + STALL_S <= now:
+                self.drop("does not answer")
+                return
+            wake_at_s = min(wake_at_s, first + STALL_S)
+        self._wake_at(wake_at_s)
+
+    def _wake_at(self, time_s: float) -> None:
+        """Look for calls whose time is up at that time, and not before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wakes_at_s = time_s
+        self._timer = None if time_s == math.inf else self._loop.call_at(time_s, self._check)
 
     def _unavailable(self, why: str) -> StoreUnavailable:
         return StoreUnavailable(f"store {self._label}: {why}")
