@@ -18,9 +18,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import uvloop
 from aiohttp import web
@@ -39,6 +39,7 @@ from router.lifecycle.passage import Passages
 from router.lifecycle.placing import Limits
 from router.lifecycle.recent import Recent
 from router.lifecycle.turn import Turns
+from router.lifecycle.waiting import watch
 from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules
 from router.ports import Clock, ResponseHead, Store
@@ -46,7 +47,7 @@ from router.settings import Fleet, Settings
 from router.store.embedded import EmbeddedValkey
 from router.store.memory import MemoryStore
 from router.store.redis import RedisStore
-from router.telemetry.events import TurnFinished, TurnRefused, TurnStarted
+from router.telemetry.events import Event
 from router.telemetry.logs import TurnLog, configure
 from router.telemetry.metrics import Metrics
 from router.upstream.body import Reader
@@ -88,7 +89,7 @@ class _Observers:
         self._metrics = metrics
         self._turn_log = turn_log
 
-    def emit(self, event: TurnStarted | TurnFinished | TurnRefused) -> None:
+    def emit(self, event: Event) -> None:
         self._metrics.emit(event)
         self._turn_log.emit(event)
 
@@ -228,6 +229,8 @@ async def serve(
                 refusal_s=settings.timeouts.refusal_s,
                 tips_kept=settings.store.boundaries_kept,
                 branch_ttl_s=settings.store.branch_ttl_s,
+                queue_max=settings.limits.queue_max,
+                queue_s=settings.timeouts.queue_s,
             ),
         )
         gateway = Gateway(
@@ -246,7 +249,8 @@ async def serve(
         )
         admin = Admin(fleets, store, recent, health, metrics.render)
         _tune_process()
-        async with _running(store, fleets, leases):
+        watching = watch(fleets, _tuning(settings), observer)
+        async with _running(store, fleets.run(), leases.run(), watching):
             try:
                 await _listen(settings, listeners, stop, gateway, admin, health, turns, announce)
             finally:
@@ -256,7 +260,7 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def _running(store: Store, fleets: Fleets, leases: Leases) -> AsyncIterator[None]:
+async def _running(store: Store, *background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """The store opened and the background loops going."""
     try:
         await store.open()
@@ -265,7 +269,7 @@ async def _running(store: Store, fleets: Fleets, leases: Leases) -> AsyncIterato
     except StoreError as error:
         log.warning("the store does not answer yet, turns are placed without it: %s", error)
     async with contextlib.AsyncExitStack() as stack:
-        for work in (fleets.run(), leases.run()):
+        for work in background:
             task = asyncio.create_task(work)
             stack.push_async_callback(_end, task)
         yield
@@ -297,6 +301,7 @@ async def _listen(
     try:
         await stop.wait()
         health.stopping = True
+        turns.stopping()
         lag_s, grace_s = settings.timeouts.ready_lag_s, settings.timeouts.shutdown_grace_s
         log.info("stopping: not ready, accepting for %g s more, then running turns get %g s", lag_s, grace_s)
         await asyncio.sleep(lag_s)
@@ -326,6 +331,7 @@ def _spec(fleet: Fleet) -> FleetSpec:
         profile=fleet.profile.prior(),
         repairs=fleet.repairs,
         probe_interval_s=fleet.probe_interval_s,
+        admission=fleet.admission,
     )
 
 

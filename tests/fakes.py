@@ -29,7 +29,7 @@ from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules
 from router.ports import BodyReader, Exchange, ForwardRequest, ResponseHead, Upstream
 from router.store.memory import MemoryStore
-from router.telemetry.events import TurnFinished, TurnRefused, TurnStarted
+from router.telemetry.events import Event, TurnFinished, TurnStarted
 from router.upstream.sse import reader_for
 
 T = TypeVar("T")
@@ -307,9 +307,9 @@ class Events:
     """Keeps all events."""
 
     def __init__(self) -> None:
-        self.all: list[TurnStarted | TurnFinished | TurnRefused] = []
+        self.all: list[Event] = []
 
-    def emit(self, event: TurnStarted | TurnFinished | TurnRefused) -> None:
+    def emit(self, event: Event) -> None:
         """Keep it."""
         self.all.append(event)
 

@@ -333,6 +333,10 @@ class FleetRuntime:
 
     # --- the snapshot -------------------------------------------------------------------------------------------------
 
+    def latest(self) -> Fleet | None:
+        """The fleet as last seen in the store; None while that is away."""
+        return None if self._last_view is None else self.snapshot(self._last_view)
+
     def snapshot(self, view: View, *, blind: bool = False) -> Fleet:
         """The fleet as a decision reads it. `blind`: the store is away, and the view says nothing of loads."""
         self._last_view = None if blind else view

@@ -30,6 +30,7 @@ from router.lifecycle.opening import BUSY_STATUS, Opening, QueueFullError
 from router.lifecycle.placing import Attempts, Limits, Placing
 from router.lifecycle.recent import Recent
 from router.lifecycle.settling import Held, Settling
+from router.lifecycle.waiting import Waiting
 from router.placement.cost import Tuning
 from router.ports import BodyReader, Clock, Downstream, Exchange, ForwardRequest, ResponseHead, Store, Upstream
 from router.telemetry.events import Observer
@@ -86,6 +87,7 @@ class Turns:
         self._refusal_s = limits.refusal_s
         self._settling = Settling(store, leases, observer, limits.branch_ttl_s)
         self._placing = Placing(store, clock, leases, self._settling, recent, observer, new_id, tuning, limits)
+        self._waiting = Waiting(self._placing, clock, observer, limits.queue_max, limits.queue_s)
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -108,7 +110,7 @@ class Turns:
         self._idle.clear()
         try:
             attempts = Attempts()
-            held = await self._placing.place(fleet, facts, self._new_id(), attempts, self._clock.monotonic_s())
+            held = await self._waiting.place(fleet, facts, self._new_id(), attempts)
             client = _Client(down, label, reading)
             while (retry := await self._attempt(held, facts, forward, client, attempts)) is not None:
                 held = retry
@@ -116,6 +118,10 @@ class Turns:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
+
+    def stopping(self) -> None:
+        """Let nobody wait for room any more."""
+        self._waiting.close()
 
     async def idle(self, patience_s: float) -> int:
         """Wait until no turn is under way, at most `patience_s`; returns how many still are."""

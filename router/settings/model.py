@@ -200,6 +200,11 @@ class Fleet(Group):
         description="Named repairs of what SGLang refuses from a harness. None: requests pass byte by byte unless "
         "asked otherwise.",
     )
+    admission: Share = Field(
+        1.0,
+        description="Share of the fleet's KV room, device and host, that live branches may fill before new sessions "
+        "wait; 0 turns it off. 1: beyond it every further session pushes out KV that a running one asks for again.",
+    )
     probe_interval_s: Seconds = Field(
         1.0,
         description="Seconds between looks at a replica that sends no report. 1: a lost replica is noticed within "
@@ -284,6 +289,12 @@ class Limits(Group):
         description="Further replicas tried when one fails before its first byte (count). 2: then it is not the "
         "replica.",
     )
+    queue_max: int = Field(
+        256,
+        ge=0,
+        description="New sessions that wait for room in one fleet, per process (count); one more is told to come "
+        "back. 256: each holds its request, some hundred kB, and more could not get in before they have waited long.",
+    )
     bare_abort_agents: tuple[Text, ...] = Field(
         ("QwenCode/", "claude-cli/"),
         description="User-Agent prefixes, case ignored, of clients whose broken stream is cut without an error event. "
@@ -313,6 +324,11 @@ class Timeouts(Group):
         description="Seconds that the head of a stream waits for output or for a refusal inside it, where another "
         "replica could take the turn; 0 turns it off. 0.25: SGLang says within milliseconds that its queue is full, "
         "but says so after a 200.",
+    )
+    queue_s: Share = Field(
+        30.0,
+        description="Seconds a new session waits for room before it is told to come back. 30: Qwen Code gives up "
+        "without a head after 120 s, of which most must be left for the replica.",
     )
     shutdown_grace_s: Share = Field(
         30.0, description="Seconds running turns get to finish at shutdown. 30: Kubernetes' default grace period."

@@ -8,7 +8,16 @@ from typing import Protocol
 from router.domain.decision import Reason
 from router.domain.outcome import Outcome
 
-__all__ = ["Observer", "TurnFinished", "TurnRefused", "TurnStarted"]
+__all__ = [
+    "Event",
+    "FleetSeen",
+    "Observer",
+    "TurnFinished",
+    "TurnRefused",
+    "TurnStarted",
+    "TurnWaited",
+    "TurnWaiting",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +65,40 @@ class TurnRefused:
     """The error's code (`router.domain.errors`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class TurnWaiting:
+    """A new session waits for room. Exactly one `TurnWaited` with the same turn follows."""
+
+    turn: str
+    fleet: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnWaited:
+    """A new session waits no more."""
+
+    turn: str
+    fleet: str
+    waited_s: float
+    admitted: bool
+    """False: it was refused, or its client left."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSeen:
+    """How full a fleet is, told about once a second."""
+
+    fleet: str
+    live_share: float
+    """Live tokens per token of KV room."""
+
+
+Event = TurnStarted | TurnFinished | TurnRefused | TurnWaiting | TurnWaited | FleetSeen
+
+
 class Observer(Protocol):
     """Renders events. Must not raise and must not block."""
 
-    def emit(self, event: TurnStarted | TurnFinished | TurnRefused) -> None:
+    def emit(self, event: Event) -> None:
         """Take in one event."""
         ...

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from router.domain.outcome import End
-from router.telemetry.events import TurnFinished, TurnRefused, TurnStarted
+from router.telemetry.events import Event, TurnFinished
 
 __all__ = ["TurnLog", "configure"]
 
@@ -25,7 +25,7 @@ _FIELDS: Final = "roost_fields"
 class TurnLog:
     """An `Observer` that writes a line for every settled turn."""
 
-    def emit(self, event: TurnStarted | TurnFinished | TurnRefused) -> None:
+    def emit(self, event: Event) -> None:
         """See `router.telemetry.events.Observer`."""
         if isinstance(event, TurnFinished):
             level = (

@@ -19,7 +19,15 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 
-from router.telemetry.events import TurnFinished, TurnRefused, TurnStarted
+from router.telemetry.events import (
+    Event,
+    FleetSeen,
+    TurnFinished,
+    TurnRefused,
+    TurnStarted,
+    TurnWaited,
+    TurnWaiting,
+)
 
 __all__ = ["Metrics", "render_all_processes"]
 
@@ -27,6 +35,7 @@ _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
 TTFT_BUCKETS: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4)
 DURATION_BUCKETS: Final = (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+WAIT_BUCKETS: Final = (0.5, 1, 2, 4, 8, 16, 32, 64, 128)
 PLACE_BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1)
 
 
@@ -92,9 +101,30 @@ class Metrics:
             registry=r,
             buckets=PLACE_BUCKETS,
         )
+        self._waiting = Gauge(
+            "roost_waiting",
+            "New sessions that wait for KV room at this router",
+            ["fleet"],
+            registry=r,
+            multiprocess_mode="livesum",
+        )
+        self._wait = Histogram(
+            "roost_wait_seconds",
+            "How long new sessions waited for KV room, by whether they got it",
+            ["fleet", "result"],
+            registry=r,
+            buckets=WAIT_BUCKETS,
+        )
+        self._live_share = Gauge(
+            "roost_kv_live_share",
+            "KV tokens that live branches want kept per token of room; above its limit new sessions wait",
+            ["fleet"],
+            registry=r,
+            multiprocess_mode="livemostrecent",
+        )
         self._children: dict[int, dict[tuple[str, ...], MetricWrapperBase]] = {}
 
-    def emit(self, event: TurnStarted | TurnFinished | TurnRefused) -> None:
+    def emit(self, event: Event) -> None:
         """See `router.telemetry.events.Observer`."""
         match event:
             case TurnStarted():
@@ -103,6 +133,15 @@ class Metrics:
                 self._finished(event)
             case TurnRefused():
                 self._of(self._refused, event.dialect, event.code).inc()
+            case TurnWaiting():
+                self._of(self._waiting, event.fleet).inc()
+            case TurnWaited():
+                self._of(self._waiting, event.fleet).dec()
+                self._of(self._wait, event.fleet, "admitted" if event.admitted else "not_admitted").observe(
+                    event.waited_s
+                )
+            case FleetSeen():
+                self._of(self._live_share, event.fleet).set(event.live_share)
 
     def render(self) -> bytes:
         """The exposition of this process."""

@@ -31,7 +31,7 @@ from router.settings.problems import Problem, describe
 from router.settings.values import mask_url
 
 EVERYTHING = "listen, admin, workers, store, fleets, identity, placement, limits, timeouts, log"
-FLEET_KEYS = "name, models, replicas, policy, profile, repairs, probe_interval_s"
+FLEET_KEYS = "name, models, replicas, policy, profile, repairs, admission, probe_interval_s"
 POLICIES = "roost, round_robin, least_inflight, rendezvous, bounded_load, session_sticky"
 
 
