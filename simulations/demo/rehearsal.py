@@ -15,7 +15,7 @@ from typing import Any, Final, Self, TypeVar
 
 from router.discovery.observation import Engine, Observation
 from router.domain.decision import Placed
-from router.domain.errors import RoostError, UpstreamBroken
+from router.domain.errors import NotPlaced, RoostError, UpstreamBroken
 from router.domain.shared import Member
 from router.domain.turn import Dialect, Facts, Turn
 from router.lifecycle.fleet import FleetRuntime, FleetSpec
@@ -27,6 +27,7 @@ from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules
 from router.ports import BodyReader, Exchange, ForwardRequest, ResponseHead
 from router.store.memory import MemoryStore
+from router.telemetry.events import Observer
 from router.upstream.sse import reader_for
 from simulations.demo.tally import AWAY
 from simulations.engine import asked, tokens
@@ -196,7 +197,7 @@ class _Down:
         """Nothing to close."""
 
 
-class _Observer:
+class _Nobody:
     """Nobody watches."""
 
     def emit(self, event: object) -> None:
@@ -204,9 +205,22 @@ class _Observer:
 
 
 class Rehearsal:
-    """A router with one policy and replicas; asks turns as `Client` does. Made and used inside the loop."""
+    """A router with one policy and replicas; asks turns as `Client` does. Made and used inside the loop.
 
-    def __init__(self, profile: ReplicaProfile, policy: str, seed: int, replicas: int) -> None:
+    A turn that is told to come back does so after Retry-After, as agents do; what it waited counts in its TTFT.
+    """
+
+    def __init__(
+        self,
+        profile: ReplicaProfile,
+        policy: str,
+        seed: int,
+        replicas: int,
+        *,
+        admission: float = 1.0,
+        tuning: Tuning | None = None,
+        observer: Observer | None = None,
+    ) -> None:
         self.moves = 0
         """Turns sent away from their branch's home."""
         self._loop = loop = asyncio.get_running_loop()
@@ -214,7 +228,8 @@ class Rehearsal:
         self._store = MemoryStore(clock)
         self._leases = Leases(self._store, ttl_s=10.0, renew_s=3.0)
         self._identity = Identity(Rules(("x-session-id",), ()))
-        spec = FleetSpec(_FLEET, replicas=tuple(f"http://{name}" for name in "ABCDEFGHIJ"[:replicas]), policy=policy)
+        urls = tuple(f"http://{name}" for name in "ABCDEFGHIJ"[:replicas])
+        spec = FleetSpec(_FLEET, replicas=urls, policy=policy, admission=admission)
         self._fleet = FleetRuntime(spec, self._store, _Prober(profile), clock)
         self._numbers = iter(range(1 << 62))
         self._turns = Turns(
@@ -223,10 +238,10 @@ class Rehearsal:
             clock=clock,
             leases=self._leases,
             recent=Recent(1),
-            observer=_Observer(),
+            observer=observer or _Nobody(),
             reader_for=_reader,
             new_id=lambda: f"{seed}-{next(self._numbers)}",
-            tuning=Tuning(),
+            tuning=tuning or Tuning(),
             limits=Limits(),
         )
 
@@ -262,10 +277,15 @@ class Rehearsal:
             return ()
 
         forward = ForwardRequest("POST", asked.CHAT, (), body)
-        try:
-            await self._turns.serve(self._fleet, facts, forward, down, label, readers.append)
-        except RoostError as error:
-            answer.error = error.code
+        while True:
+            try:
+                await self._turns.serve(self._fleet, facts, forward, down, label, readers.append)
+            except NotPlaced as error:
+                await asyncio.sleep(error.retry_after_s)
+                continue
+            except RoostError as error:
+                answer.error = error.code
+            break
         answer.duration_s = self._loop.time() - began_s
         answer.ttft_s = None if down.first_s is None else down.first_s - began_s
         if readers:
