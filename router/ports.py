@@ -12,6 +12,7 @@ from typing import Protocol
 
 from router.domain.outcome import Usage
 from router.domain.shared import Acquired, Ask, Claim, Lease, Member, Membership, Settlement, Stale, View
+from router.domain.tenant import Denied, TenantLimits
 
 __all__ = [
     "Acquired",
@@ -25,6 +26,7 @@ __all__ = [
     "Lease",
     "Member",
     "Membership",
+    "Permits",
     "ResponseHead",
     "Settlement",
     "Stale",
@@ -104,6 +106,22 @@ class Store(Protocol):
 
     async def put_report(self, fleet: str, replica_id: str, raw: bytes, ttl_s: float) -> None:
         """Keep the raw report of a replica's agent for `ttl_s` seconds; `members` returns it."""
+        ...
+
+
+class Permits(Protocol):
+    """What named tenants have under way, and how fast they begin turns. Every call may raise `StoreError`."""
+
+    async def take(self, tenant: str, permit: str, limits: TenantLimits, ttl_s: float) -> Denied | None:
+        """Begin a turn: one round trip, all or nothing; None: it may. Taking the same permit again changes nothing."""
+        ...
+
+    async def renew(self, tenant: str, permits: Sequence[str], ttl_s: float) -> None:
+        """Prolong permits of turns under way; those that the store has lost are there again."""
+        ...
+
+    async def give(self, tenant: str, permit: str) -> None:
+        """The turn is over. Harmless where it was never taken."""
         ...
 
 

@@ -289,6 +289,10 @@ class RedisStore:
         keys = self._fleet(fleet).keys
         await self._run("put_report", [keys.load, keys.reports], _short(replica_id), raw, _ms(ttl_s))
 
+    async def run_script(self, name: str, keys: list[bytes], *args: bytes | str | int) -> Any:
+        """One of the scripts on keys of the caller's own, which share a hash tag: one round trip. Raises StoreError."""
+        return await self._run(name, keys, *args)
+
     def _fleet(self, name: str) -> _Fleet:
         fleet = self._fleets.get(name)
         if fleet is None:

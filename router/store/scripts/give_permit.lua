@@ -1,0 +1,4 @@
+-- KEYS: permits of the tenant
+-- ARGV: permit
+
+return redis.call('ZREM', KEYS[1], ARGV[1])
