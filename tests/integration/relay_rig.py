@@ -18,7 +18,7 @@ from router.api.server import ClientLimits, RelayServer
 from router.domain.errors import RequestError, UpstreamError
 from router.ports import ForwardRequest
 from router.upstream.client import UpstreamClient, UpstreamLimits
-from router.upstream.wire import forward_request_headers
+from router.upstream.wire import forward_request_headers, via_of
 
 PATIENCE_S = 20.0
 """Far beyond what any step takes; a step that takes longer hangs."""
@@ -174,7 +174,8 @@ class Relay:
 def forward(request: web.BaseRequest, body: bytes) -> ForwardRequest:
     has_body = request.content_length is not None or bool(body)
     target = request._message.path
-    return ForwardRequest(request.method, target, forward_request_headers(request.raw_headers, b"1.1 roost"), body, has_body)
+    headers = forward_request_headers(request.raw_headers, via_of(request.version))
+    return ForwardRequest(request.method, target, headers, body, has_body)
 
 
 @asynccontextmanager

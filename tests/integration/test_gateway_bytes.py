@@ -118,6 +118,7 @@ async def test_unknown_headers_pass_both_ways_with_their_case_order_and_copies()
             (b"Authorization", b"Bearer sk"),
             (b"Traceparent", b"00-1"),
             (b"Cookie", b"a=b"),
+            (b"Via", b"1.1 roost"),
         ]
 
 

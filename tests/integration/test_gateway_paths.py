@@ -25,7 +25,7 @@ TARGETS = [
     ("GET", "//double//slashes/"),
     ("GET", "/?"),
     ("HEAD", "/"),
-    ("HEAD", "/v1/models"),
+    ("HEAD", "/v1/loads"),
     ("OPTIONS", "/v1/chat/completions"),
     ("DELETE", "/v1/responses/resp_1"),
     ("PUT", "/generate"),

@@ -130,7 +130,7 @@ async def test_headers_pass_in_order_and_case() -> None:
             heads[0]
             == (
                 f"POST /v1/messages?beta=true&q=%20a HTTP/1.1\r\nHost: 127.0.0.1:{replica.port}\r\n"
-                "X-Z: 1\r\nAuthorization: k\r\nx-z: 2\r\nContent-Length: 2\r\n\r\n"
+                "X-Z: 1\r\nAuthorization: k\r\nx-z: 2\r\nVia: 1.1 roost\r\nContent-Length: 2\r\n\r\n"
             ).encode()
         )
 

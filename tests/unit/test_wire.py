@@ -15,6 +15,7 @@ from router.upstream.wire import (
     parse_origin,
     request_head,
     response_head,
+    via_of,
 )
 
 ORIGIN = parse_origin("http://replica:30000")
@@ -65,7 +66,7 @@ def test_what_is_no_origin(url: str) -> None:
 
 
 def test_request_headers() -> None:
-    """Hop-by-hop headers go, those that Connection names too; all others stay as they are, in order."""
+    """Hop-by-hop headers go, those that Connection names too; all others stay as they are, in order, and Via is added."""
     assert forward_request_headers(
         (
             (b"HOST", b"x"),
@@ -79,9 +80,17 @@ def test_request_headers() -> None:
             (b"Upgrade", b"h2c"),
             (b"Trailer", b"x"),
             (b"Content-Encoding", b"gzip"),
+            (b"Via", b"1.1 edge"),
             (b"SESSION_ID", b"2"),
-        )
-    ) == ((b"session_id", b"1"), (b"Content-Encoding", b"gzip"), (b"SESSION_ID", b"2"))
+        ),
+        via_of((1, 0)),
+    ) == (
+        (b"session_id", b"1"),
+        (b"Content-Encoding", b"gzip"),
+        (b"Via", b"1.1 edge"),
+        (b"SESSION_ID", b"2"),
+        (b"Via", b"1.0 roost"),
+    )
 
 
 def test_response_headers() -> None:
