@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -28,8 +27,8 @@ def permits_of(world: World) -> Permits:
 
 
 @pytest.fixture
-async def permits(world: World) -> AsyncIterator[Permits]:
-    yield permits_of(world)
+def permits(world: World) -> Permits:
+    return permits_of(world)
 
 
 async def take(permits: Permits, permit: str, limits: TenantLimits = THREE, tenant: str = "acme") -> Denied | None:
