@@ -192,6 +192,11 @@ class UpstreamUnreachable(UpstreamError):
 
     code = "upstream_unreachable"
 
+    def __init__(self, message: str, *, refused: bool = True) -> None:
+        """`refused`: nobody listens, or there is no way; False: nobody answered in time."""
+        super().__init__(message)
+        self.refused = refused
+
 
 class UpstreamBroken(UpstreamError):
     """The connection died or spoke nonsense."""

@@ -2,39 +2,34 @@
 both.
 
 Membership (who belongs, cordoned or draining, incarnation, capacity) is shared by all routers in the store and counted
-by a version; a turn whose fetch shows another version reads it again before it decides. Health is this router's own: a
-replica is healthy while it is reachable and says it is ready.
-
-Busy is not dead. A replica whose probes fail keeps its turns as long as bytes flow from it, and one missed probe alone
-says nothing; a refused connection says enough at once, and the next good probe brings the replica back.
+by a version; a turn whose fetch shows another version reads it again before it decides. What a probe finds and what an
+operator says is compared and set, so that neither undoes the other. Health is this router's own (`watch`, `health`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from router.contract import REPORT_TTL_S, Phase, Report, decode_report
-from router.discovery.observation import Failure, Observation
+from router.contract import Phase, Report
+from router.discovery.observation import Observation
 from router.domain.errors import StoreError
-from router.domain.replica import ZERO_LOAD, Beliefs, Capacity, Fleet, Profile, Replica, Standing
+from router.domain.replica import ZERO_LOAD, Beliefs, Capacity, Fleet, Load, Profile, Replica, Standing
 from router.domain.shared import Ask, Member, Membership, View
+from router.lifecycle.health import Ejection, State
+from router.lifecycle.lives import Noticed, recorded
+from router.lifecycle.watch import Outside, Watch
 from router.ports import Clock, Store
 
-__all__ = ["FleetRuntime", "FleetSpec", "Prober", "ReplicaHealth", "replica_id"]
+__all__ = ["FleetRuntime", "FleetSpec", "Prober", "replica_id"]
 
 log = logging.getLogger("roost.fleet")
 
-FAILED_PROBES_MAX: Final = 2
-"""Probes in a row that must fail before a silent replica is unhealthy."""
-ALIVE_BY_BYTES_S: Final = 10.0
-"""A replica that sent response bytes this recently is alive, whatever its probes say."""
-FOREIGN_WINDOW: Final = 3
-"""Polls over which turns beyond our leases must persist to count as other traffic; less is a matter of timing."""
+RECORD_TRIES: Final = 5
+"""Times a probe's finding is written before it is left to the next probe (count)."""
 
 
 class Prober(Protocol):
@@ -58,29 +53,7 @@ class FleetSpec:
     admission: float = 0.0
     """Live tokens per token of KV room up to which new sessions are let in at once; 0: no limit."""
     probe_interval_s: float = 1.0
-
-
-@dataclass(slots=True)
-class ReplicaHealth:
-    """This router's own view of one replica."""
-
-    observation: Observation | None = None
-    failed_probes: int = 0
-    refused: bool = False
-    refused_at_s: float = 0.0
-    """Monotonic time at which a turn was refused."""
-    last_bytes_s: float = -1e9
-    """Monotonic time of the last response byte."""
-    foreign: tuple[tuple[int, int], ...] = ()
-    """Newest (turns, waiting tokens) beyond our leases, per poll."""
-    report: Report | None = None
-    bad_report: str | None = None
-    """Why what its agent says cannot be used."""
-    lives: int = 0
-    """Lives noticed when `life` was recorded."""
-    life: str = ""
-    told_ready: bool | None = None
-    """What the log last said of it."""
+    ejection: Ejection = field(default_factory=Ejection)
 
 
 def replica_id(url: str) -> str:
@@ -91,16 +64,21 @@ def replica_id(url: str) -> str:
 class FleetRuntime:
     """Membership, health and snapshots of one fleet; `run` keeps them fresh until cancelled."""
 
-    def __init__(self, spec: FleetSpec, store: Store, prober: Prober, clock: Clock) -> None:
+    def __init__(
+        self, spec: FleetSpec, store: Store, prober: Prober, clock: Clock, outside: Outside | None = None
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self._store = store
         self._prober = prober
         self._clock = clock
+        self._outside = outside or Outside()
         configured = tuple(Member(replica_id(url), url, "config") for url in spec.replicas)
         self._membership = Membership(version=-1, now_s=0.0, members=configured)
         self._enrolled = False
-        self._health: dict[str, ReplicaHealth] = {member.id: ReplicaHealth() for member in configured}
+        self.watch = Watch(spec.name, spec.ejection, clock, self._outside)
+        """What this router sees of the replicas."""
+        self.watch.keep(configured)
         self._last_view: View | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._refreshed = asyncio.Event()
@@ -134,23 +112,22 @@ class FleetRuntime:
             self._take(found)
 
     def _take(self, membership: Membership) -> None:
+        urls = {member.url for member in self.members}
         self._membership = membership
-        self._read_reports(membership.reports)
-        present = {member.id for member in self.members}
-        for gone in [name for name, health in self._health.items() if name not in present and not health.bad_report]:
-            self._health.pop(gone)
-        for member in self.members:
-            self._health.setdefault(member.id, ReplicaHealth())
+        self.watch.read(membership.reports)
+        self.watch.keep(self.members)
+        for url in urls - {member.url for member in self.members}:
+            self._outside.left(url)
         self._refreshed.set()
 
     @property
     def members(self) -> tuple[Member, ...]:
         """Members by record, and replicas that only report."""
-        recorded = {member.id for member in self._membership.members}
+        known = {member.id for member in self._membership.members}
         reported = [
             Member(report.replica, report.url, "report", models=tuple(report.models))
-            for health_id, health in self._health.items()
-            if (report := health.report) is not None and health_id not in recorded
+            for name, seen in self.watch.all().items()
+            if (report := seen.health.report) is not None and name not in known
         ]
         return (*self._membership.members, *reported)
 
@@ -163,18 +140,17 @@ class FleetRuntime:
         """The member of that id."""
         return next((member for member in self.members if member.id == member_id), None)
 
-    def _read_reports(self, reports: Mapping[str, bytes]) -> None:
-        for health in self._health.values():
-            health.report = health.bad_report = None
-        for reporter, raw in reports.items():
-            health = self._health.setdefault(reporter, ReplicaHealth())
-            report = decode_report(raw)
-            if isinstance(report, str):
-                health.bad_report = report
-            elif report.replica != reporter:
-                health.bad_report = "the report speaks of another replica than the one it was filed under"
-            else:
-                health.report = report
+    async def put(self, member: Member, over: Member) -> bool:
+        """Write `member` over the record that was read as `over`; False where that has changed meanwhile.
+
+        The membership is read again in any case.
+        """
+        if over in self._membership.members:
+            put = await self._store.put_member(self.name, member, expected=over)
+        else:  # it only reported so far
+            put = await self._store.put_member(self.name, member, only_if_absent=True)
+        await self.refresh()
+        return put
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -212,70 +188,28 @@ class FleetRuntime:
 
     async def _probe_loop(self, member_id: str) -> None:
         while (member := self.member(member_id)) is not None:
-            health = self._health.setdefault(member_id, ReplicaHealth())
-            self.observed(member_id, await self._prober.observe(member.url, health.observation))
+            began_s, before = self._clock.monotonic_s(), self.watch.of(member_id).health.observation
+            self.observed(member_id, await self._prober.observe(member.url, before))
             await self._record(member_id)
-            await asyncio.sleep(self.spec.probe_interval_s)
+            # A probe that waited for nothing is repeated at once: a replica's silence is noticed sooner.
+            await asyncio.sleep(max(0.0, self.spec.probe_interval_s - (self._clock.monotonic_s() - began_s)))
 
     # --- what was seen ------------------------------------------------------------------------------------------------
 
     def observed(self, member_id: str, observation: Observation) -> None:
         """Take in one look at a replica."""
-        health = self._health.setdefault(member_id, ReplicaHealth())
-        health.observation = observation
-        health.failed_probes = 0 if observation.reachable else health.failed_probes + 1
-        # Silence takes no refusal back: a host that has gone refuses at first and is silent then.
-        refuses = observation.failure in (Failure.REFUSED, Failure.UNRESOLVED)
-        health.refused = not observation.reachable and (health.refused or refuses)
-        health.foreign = (*health.foreign, self._foreign_now(member_id, observation))[-FOREIGN_WINDOW:]
-        now = self.healthy(member_id)
-        if now is health.told_ready:
-            return
-        health.told_ready = now
-        if now:
-            log.info("replica %s of fleet %s is ready", member_id, self.name)
-        else:
-            why = "; ".join(observation.problems) or "it says so"
-            log.warning("replica %s of fleet %s is not ready: %s", member_id, self.name, why)
-
-    def refused_connection(self, member_id: str) -> None:
-        """A turn found nobody listening: unhealthy until a probe says otherwise."""
-        health = self._health.get(member_id)
-        if health is not None:
-            health.refused = True
-            health.refused_at_s = self._clock.monotonic_s()
-
-    def bytes_came(self, member_id: str) -> None:
-        """A response byte came: the replica is alive."""
-        health = self._health.get(member_id)
-        if health is not None:
-            health.last_bytes_s = self._clock.monotonic_s()
+        self.watch.observed(member_id, observation, self._foreign_now(member_id, observation))
 
     def healthy(self, member_id: str) -> bool:
-        """Whether turns may go there by this router's own view."""
-        health = self._health.get(member_id)
-        if health is None:
-            return False
-        if health.report is not None:
-            return health.report.phase is Phase.READY and not self._refuses(health)
-        seen = health.observation
-        if seen is None or health.refused:
-            return False
-        if seen.reachable:
-            return seen.ready is not False
-        if self._clock.monotonic_s() - health.last_bytes_s < ALIVE_BY_BYTES_S:
-            return True
-        return seen.was_ready and health.failed_probes < FAILED_PROBES_MAX
+        """Whether turns may go there at all by this router's own view."""
+        return self.watch.state(member_id).usable
 
-    def _refuses(self, health: ReplicaHealth) -> bool:
-        """Whether a refusal still counts against a report.
-
-        Who only reports is not probed, so it is taken back once every report from before the refusal has expired: an
-        agent that still says ready then has seen it.
-        """
-        if health.observation is not None:
-            return health.refused
-        return health.refused and self._clock.monotonic_s() - health.refused_at_s < REPORT_TTL_S
+    def usable(self) -> tuple[Member, ...]:
+        """Members that may be asked what is no turn: not draining, and ejected ones only where all are."""
+        states = [(member, self.watch.state(member.id)) for member in self.members]
+        open_ones = [(m, s) for m, s in states if s.usable and m.standing is not Standing.DRAINING]
+        trusted = tuple(member for member, state in open_ones if state is not State.EJECTED)
+        return trusted or tuple(member for member, _ in open_ones)
 
     def _foreign_now(self, member_id: str, seen: Observation) -> tuple[int, int]:
         """Turns and waiting tokens that the engine reports beyond all routers' leases."""
@@ -288,48 +222,27 @@ class FleetRuntime:
 
     async def _record(self, member_id: str) -> None:
         """Share what a probe found that all routers must agree on: incarnation, capacity, models."""
-        health = self._health.get(member_id)
-        seen = health.observation if health is not None else None
-        if health is None or seen is None or not seen.reachable or seen.ready is False:
+        seen = self.watch.of(member_id)
+        found = seen.health.observation
+        if found is None or not found.reachable or found.ready is False:
             return
         try:
-            found = self._found(member_id, seen, health)
-            if found is not None and found != self.member(member_id):
-                await self.refresh()  # another router may have recorded it, or an operator cordoned the replica
-                found = self._found(member_id, seen, health)
-                if found is not None and found != self.member(member_id):
-                    await self._store.put_member(self.name, found)
+            # Another router may have recorded it meanwhile, or an operator cordoned the replica: then once more, and
+            # else at the next probe.
+            for attempt in range(RECORD_TRIES):
+                member = self.member(member_id)
+                if member is None:
+                    return
+                now = recorded(member, found, seen.noticed, self.spec.profile, self._membership.now_s)
+                if now == member:
+                    seen.noticed = Noticed(found.lives, now.incarnation)
+                    return
+                if attempt == 0:
                     await self.refresh()
+                else:
+                    await self.put(now, member)
         except StoreError as error:
             log.debug("member %s not recorded: %s", member_id, error)
-            return
-        if found is not None:
-            health.lives, health.life = seen.lives, found.incarnation
-
-    def _found(self, member_id: str, seen: Observation, health: ReplicaHealth) -> Member | None:
-        """The member's record as it should be after this observation; None where it is no member any more."""
-        member = self.member(member_id)
-        if member is None:
-            return None
-        incarnation = _incarnation(member, seen, health)
-        return replace(
-            member,
-            incarnation=incarnation,
-            capacity=self._capacity(seen) or member.capacity,
-            models=seen.models or member.models,
-            # By the store's clock, which decisions measure its slow start with; `_record` has just read it.
-            joined_at_s=member.joined_at_s if incarnation == member.incarnation else self._membership.now_s,
-        )
-
-    def _capacity(self, seen: Observation) -> Capacity | None:
-        if seen.device_tokens is None:
-            return None
-        profile = self.spec.profile
-        return Capacity(
-            device_tokens=seen.device_tokens,
-            host_tokens=seen.host_tokens if seen.host_tokens is not None else profile.host_tokens,
-            max_running=seen.max_running or profile.max_running,
-        )
 
     # --- the snapshot -------------------------------------------------------------------------------------------------
 
@@ -340,34 +253,41 @@ class FleetRuntime:
     def snapshot(self, view: View, *, blind: bool = False) -> Fleet:
         """The fleet as a decision reads it. `blind`: the store is away, and the view says nothing of loads."""
         self._last_view = None if blind else view
-        replicas = tuple(self._replica(member, view) for member in self.members)
+        replicas = tuple(self._replica(member, view, blind=blind) for member in self.members)
         return Fleet(self.name, self.spec.profile, replicas, view.now_s)
 
-    def _replica(self, member: Member, view: View) -> Replica:
-        health = self._health.get(member.id)
-        report = health.report if health is not None else None
+    def _replica(self, member: Member, view: View, *, blind: bool) -> Replica:
+        seen, now_s = self.watch.of(member.id), self._clock.monotonic_s()
+        health, state = seen.health, seen.health.state(now_s)
+        report = health.report
         incarnation = report.incarnation if report is not None else member.incarnation
         standing = member.standing
         if report is not None and report.phase is Phase.DRAINING:
             standing = Standing.DRAINING
-        same_life = view.incarnations.get(member.id) == incarnation
-        foreign = health.foreign if health is not None and len(health.foreign) == FOREIGN_WINDOW else ()
+        load = view.loads.get(member.id, ZERO_LOAD)
+        if view.incarnations.get(member.id) != incarnation:
+            load = ZERO_LOAD
+        if blind:
+            load = Load(in_flight=health.under_way)
+        foreign_in_flight, foreign_prefill_tokens = seen.foreign_now
+        joined_at_s = report.phase_since_s if report is not None else member.joined_at_s
         return Replica(
             id=member.id,
             url=member.url,
             incarnation=incarnation,
             capacity=self._room(member, report),
             standing=standing,
-            healthy=self.healthy(member.id),
-            joined_at_s=report.phase_since_s if report is not None else member.joined_at_s,
-            load=view.loads.get(member.id, ZERO_LOAD) if same_life else ZERO_LOAD,
+            healthy=state.usable,
+            ejected=state is State.EJECTED,
+            probation=state is State.PROBATION,
+            # Who is readmitted is ramped up as a newcomer is.
+            joined_at_s=max(joined_at_s, view.now_s - health.member_for_s(now_s)),
+            load=load,
             beliefs=view.beliefs.get(member.id) or Beliefs(),
             models=member.models,
-            foreign_in_flight=min((turns for turns, _ in foreign), default=0),
-            foreign_prefill_tokens=min((tokens for _, tokens in foreign), default=0),
-            reports_cache=health is not None
-            and health.observation is not None
-            and health.observation.cache_report is True,
+            foreign_in_flight=foreign_in_flight,
+            foreign_prefill_tokens=foreign_prefill_tokens,
+            reports_cache=health.observation is not None and health.observation.cache_report is True,
         )
 
     def _room(self, member: Member, report: Report | None) -> Capacity:
@@ -390,8 +310,8 @@ class FleetRuntime:
 
     def context_length(self) -> int | None:
         """The longest context that every replica takes, tokens; None where none says."""
-        seen = (health.observation for health in self._health.values())
-        return min((o.context_length for o in seen if o is not None and o.context_length is not None), default=None)
+        looks = (seen.health.observation for seen in self.watch.all().values())
+        return min((o.context_length for o in looks if o is not None and o.context_length is not None), default=None)
 
     def _discovered(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for member in self.members for name in member.models))
@@ -399,26 +319,4 @@ class FleetRuntime:
     @property
     def problems(self) -> dict[str, str]:
         """By replica id: what is wrong with what it says, for the admin API."""
-        return {name: "; ".join(problems) for name, health in self._health.items() if (problems := _problems(health))}
-
-    def health(self, member_id: str) -> ReplicaHealth | None:
-        """This router's own view of one replica."""
-        return self._health.get(member_id)
-
-
-def _incarnation(member: Member, seen: Observation, health: ReplicaHealth) -> str:
-    """The life that is being lived there. Where the engine shows nothing that tells its lives apart, a restart that
-    this router noticed begins the next numbered one, unless another router has recorded it already.
-    """
-    if seen.incarnation is not None:
-        return seen.incarnation
-    known = member.incarnation or "life-0"
-    if seen.lives > health.lives and known == health.life:
-        number = known.removeprefix("life-")
-        known = f"life-{int(number) + 1 if number.isdigit() else 1}"
-    return known
-
-
-def _problems(health: ReplicaHealth) -> tuple[str, ...]:
-    seen = health.observation.problems if health.observation is not None else ()
-    return seen if health.bad_report is None else (health.bad_report, *seen)
+        return {name: "; ".join(seen.problems) for name, seen in self.watch.all().items() if seen.problems}

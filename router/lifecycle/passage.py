@@ -14,7 +14,6 @@ from typing import Final
 from router.contract import REASON_HEADER, REPLICA_HEADER
 from router.domain.decision import Reason
 from router.domain.errors import NotPlaced, UpstreamBroken, UpstreamUnreachable
-from router.domain.replica import Standing
 from router.domain.session import Binding
 from router.domain.shared import Ask, Member
 from router.lifecycle.fleet import FleetRuntime
@@ -107,11 +106,7 @@ class Passages:
         return min(members, key=lambda member: self._under_way[member.id])
 
     def _candidates(self, fleet: FleetRuntime, tried: set[str]) -> list[Member]:
-        return [
-            member
-            for member in fleet.members
-            if fleet.healthy(member.id) and member.id not in tried and member.standing is not Standing.DRAINING
-        ]
+        return [member for member in fleet.usable() if member.id not in tried]
 
     async def _send(
         self, fleet: FleetRuntime, member: Member, forward: ForwardRequest, *, retry: bool
@@ -119,8 +114,8 @@ class Passages:
         """The exchange, or None where another replica may be tried."""
         try:
             return await self._upstream.send(member.url, forward)
-        except UpstreamUnreachable:
-            fleet.refused_connection(member.id)
+        except UpstreamUnreachable as error:
+            fleet.watch.unreachable(member.id, error)
             if not retry:
                 raise
         except UpstreamBroken as error:

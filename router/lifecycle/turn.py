@@ -5,8 +5,9 @@ Rules kept here:
 - *What was acquired is always settled*, on every path: after a clean end, an error, a client that left, a cancellation.
   Settling runs as a task of its own that cancellation does not reach, and `drained` waits for all of them.
 - *A turn is tried elsewhere only while that is safe*: nobody listened, the connection broke before a byte of a
-  response, or the replica said it is full, by its status or inside its stream (see `opening`). Never twice on one
-  replica, at most `retries` times, never after the head went out; and not at all where it continues a stored response.
+  response, the replica is lost (see `health`) and the client has seen nothing, or the replica said it is full, by its
+  status or inside its stream (see `opening`). Never twice on one replica, at most `retries` times, never after the head
+  went out; and not at all where it continues a stored response.
 - *A stream that ends without its terminal event* passes as it came, cleanly if it came so, but counts as broken.
 - *The client leaving is not an error of the replica*, and after the terminal event not an error at all (Codex closes
   its connection right after `response.completed`).
@@ -147,10 +148,15 @@ class Turns:
         end = End.UNREACHED
         exchange: Exchange | None = None
         next_place: Held | None = None
+        failure: UpstreamError | None = None
+        watch, replica = held.fleet.watch, held.record.placed.replica
+        seen = watch.turn_began(replica)
         try:
             try:
-                exchange = await self._upstream.send(held.record.placed.url, forward)
+                async with watch.waiting(replica):
+                    exchange = await self._upstream.send(held.record.placed.url, forward)
             except UpstreamError as error:
+                failure = error
                 next_place = await self._after_failure(held, facts, attempts, error)
                 if next_place is None:
                     raise
@@ -170,6 +176,12 @@ class Turns:
                 if next_place is None:
                     raise NotPlaced("every replica that could take the turn is full") from None
                 return next_place
+            except UpstreamError as error:
+                failure = error
+                next_place = None if client.down.started else await self._after_failure(held, facts, attempts, error)
+                if next_place is None:
+                    raise
+                return next_place
             end = _end_of(exchange.head.status, passage.reader)
             return None
         except asyncio.CancelledError:
@@ -178,6 +190,8 @@ class Turns:
         finally:
             if exchange is not None:
                 exchange.abort()
+            status = passage.reader.error_code or passage.status
+            watch.turn_ended(replica, seen, end, status, failure, held.since_s)
             settling = self._settling.settle(held, facts, self._outcome(held, facts, passage, end))
             # No await may come before a next place is in the caller's hands.
             if next_place is None and settling is not None:
@@ -202,7 +216,8 @@ class Turns:
         else:
             opening.open()
         try:
-            await exchange.relay(self._receiver(held, passage, down, opening))
+            async with held.fleet.watch.waiting(placed.replica):
+                await exchange.relay(self._receiver(held, passage, down, opening))
             passage.reader.finish()
             opening.open()
             down.end()
@@ -216,7 +231,7 @@ class Turns:
 
     def _receiver(self, held: Held, passage: _Passage, down: Downstream, opening: Opening) -> Callable[[bytes], None]:
         """What takes the body in, one call per read: no task wakes up for a chunk."""
-        reader, fleet, clock = passage.reader, held.fleet, self._clock
+        reader, watch, clock = passage.reader, held.fleet.watch, self._clock
         replica = held.record.placed.replica
 
         def receive(data: bytes) -> None:
@@ -227,7 +242,7 @@ class Turns:
                 down.write(data)
                 reader.feed(data)
             passage.bytes_sent += len(data)
-            fleet.bytes_came(replica)
+            watch.bytes_came(replica)
             if passage.first_output_s is None and reader.first_output:
                 passage.first_output_s = clock.monotonic_s()
                 self._settling.first_output(held)
@@ -237,7 +252,7 @@ class Turns:
     async def _after_failure(self, held: Held, facts: Facts, attempts: Attempts, error: UpstreamError) -> Held | None:
         """A place to try next after the replica failed before its head, or None."""
         if isinstance(error, UpstreamUnreachable):
-            held.fleet.refused_connection(held.record.placed.replica)
+            held.fleet.watch.unreachable(held.record.placed.replica, error)
         elif isinstance(error, UpstreamSilent) or (isinstance(error, UpstreamBroken) and error.answered):
             return None
         return await self._elsewhere(held, facts, attempts, "gone")

@@ -122,7 +122,7 @@ class UpstreamClient:
             async with asyncio.timeout(self._limits.connect_s):
                 await self._loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
         except TimeoutError as error:
-            raise UpstreamUnreachable(f"no connection within {self._limits.connect_s:g} s") from error
+            raise UpstreamUnreachable(f"no connection within {self._limits.connect_s:g} s", refused=False) from error
         except (OSError, UnicodeError) as error:
             raise UpstreamUnreachable(f"no connection: {error}") from error
         finally:

@@ -11,14 +11,19 @@ import pytest
 
 from router.contract import REPORT_TTL_S, Phase, Report, encode_report
 from router.discovery.observation import Failure, Observation
+from router.domain.errors import UpstreamUnreachable
 from router.domain.replica import Capacity, Fleet, Profile, Standing
 from router.domain.session import Binding
 from router.domain.shared import Ask, Claim, Member, View
-from router.lifecycle.fleet import ALIVE_BY_BYTES_S, FOREIGN_WINDOW, FleetRuntime, FleetSpec, replica_id
+from router.lifecycle.fleet import FleetRuntime, FleetSpec, replica_id
+from router.lifecycle.health import ALIVE_BY_BYTES_S
+from router.lifecycle.watch import FOREIGN_WINDOW
 from tests.fakes import DOWN, FLEET, LIFE, SILENT, UP, FakeClock, FakeProber, FakeStore, Gate, prompt, stage, url_of
 
 BEAT_S = 0.01
 """Probe interval of fleets that run; the clock of their decisions stands still all the same."""
+
+REFUSED = UpstreamUnreachable("nobody listens")
 
 
 class Watch:
@@ -88,7 +93,7 @@ async def test_a_change_is_seen_by_its_version_and_read_by_a_refresh() -> None:
     await watch.store.remove_member(FLEET, "r0:1")
     await fleet.refresh()
     assert fleet.member("r0:1") is None
-    assert fleet.health("r0:1") is None
+    assert fleet.watch.find("r0:1") is None
 
 
 async def test_before_the_store_answers_the_configured_replicas_stand() -> None:
@@ -191,13 +196,13 @@ async def test_the_log_says_once_that_a_replica_is_not_ready_and_why(caplog: pyt
     _, fleet = await one_replica()
     for seen in (replace(DOWN, problems=("/ready: refused",)), DOWN, UP, UP, replace(UP, ready=False)):
         fleet.observed("r0:1", seen)
-    fleet.refused_connection("r0:1")
+    fleet.watch.unreachable("r0:1", REFUSED)
     fleet.observed("r0:1", UP)
     assert [record.getMessage().removeprefix("replica r0:1 of fleet ") for record in caplog.records] == [
         f"{FLEET} is not ready: /ready: refused",
         f"{FLEET} is ready",
         f"{FLEET} is not ready: it says so",
-        f"{FLEET} is ready",
+        f"{FLEET} is back on probation: one turn at a time until one has succeeded",
     ]
 
 
@@ -209,7 +214,7 @@ async def test_a_refused_connection_says_enough_and_the_next_good_probe_brings_t
         fleet.observed("r0:1", refusal)
         assert not fleet.healthy("r0:1")
     fleet.observed("r0:1", UP)
-    fleet.refused_connection("r0:1")
+    fleet.watch.unreachable("r0:1", REFUSED)
     assert not fleet.healthy("r0:1")
     fleet.observed("r0:1", UP)
     assert fleet.healthy("r0:1")
@@ -233,7 +238,7 @@ async def test_silence_takes_no_refusal_back() -> None:
     """A host that goes away refuses at first and is silent then: only an answer brings it back."""
     _, fleet = await one_replica()
     fleet.observed("r0:1", UP)
-    fleet.refused_connection("r0:1")
+    fleet.watch.unreachable("r0:1", REFUSED)
     fleet.observed("r0:1", Observation(failure=Failure.TIMEOUT, was_ready=True))
     assert not fleet.healthy("r0:1")
     fleet.observed("r0:1", UP)
@@ -246,7 +251,7 @@ async def test_busy_is_not_dead() -> None:
     fleet.observed("r0:1", UP)
     for _ in range(20):
         fleet.observed("r0:1", SILENT)
-        fleet.bytes_came("r0:1")
+        fleet.watch.bytes_came("r0:1")
         watch.clock.at_s += 1
         assert fleet.healthy("r0:1")
     watch.clock.at_s += ALIVE_BY_BYTES_S
@@ -321,7 +326,7 @@ async def test_a_refusal_counts_against_a_report_until_every_older_report_has_ex
     watch = Watch()
     fleet = watch.router()
     await reported(watch, fleet, encode_report(report()))
-    fleet.refused_connection("a:1")
+    fleet.watch.unreachable("a:1", REFUSED)
     assert not fleet.healthy("a:1")
     watch.clock.at_s += REPORT_TTL_S - 1
     await reported(watch, fleet, encode_report(report()))
@@ -337,6 +342,10 @@ async def test_a_refusal_counts_against_a_report_until_every_older_report_has_ex
         (b'{"version":1}', "not a report"),
         (encode_report(report()).replace(b'"replica"', b'"version":99,"replica"'), "report version 99"),
         (encode_report(report(replica="b:1")), "another replica"),
+        (encode_report(report()).replace(b"http://a:1", b"a:1"), "url"),
+        (encode_report(report()).replace(b"http://a:1", b"http://[a:1"), "url"),
+        (encode_report(report()).replace(b"http://a:1", b"http://a:99999"), "url"),
+        (encode_report(report()).replace(b"http://a:1", b"http://" + b"a" * 300), "url"),
         (encode_report(report(incarnation="x" * 256)), "not a report"),
         (encode_report(report(incarnation="")), "not a report"),
         (encode_report(report()).replace(b'"max_running":7', b'"max_running":-7'), "not a report"),

@@ -592,7 +592,7 @@ async def test_without_the_store_a_dead_replica_is_passed_over() -> None:
 async def test_without_store_and_replicas_a_turn_is_refused() -> None:
     world = await stage(1)
     world.store.away = True
-    world.fleet.refused_connection("r0:1")
+    world.fleet.watch.unreachable("r0:1", UpstreamUnreachable("refused"))
     with pytest.raises(NotPlaced, match="no replica of fleet fleet is ready"):
         await world.serve(prompt("a"))
 
