@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import redis.asyncio
+from redis.asyncio.cluster import RedisCluster
 
 from router.domain.session import Binding, Boundary
 from router.ports import Acquired, Ask, Claim, Lease, Settlement, Stale, Store, View
@@ -16,7 +18,17 @@ from router.store.redis import RedisStore, Script, load_scripts
 START_S = 1_700_000_000.25
 FLEET = "m"
 
-_CLOCK_KEY = "test:clock"
+_CLOCK_KEY = "roost:clock"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store is: for the store, and for a client that may write what it likes."""
+
+    url: str
+    raw_url: str
+    tags: tuple[str, ...] = ()
+    """Of a cluster: the hash tags that the tests use. A script sees one slot, so the clock must be in each."""
 
 
 class FakeClock:
@@ -33,10 +45,13 @@ class FakeClock:
 class World:
     """A store whose clock stands still until `advance`."""
 
-    def __init__(self, store: Store, clock: FakeClock, raw: redis.asyncio.Redis | None) -> None:
+    def __init__(
+        self, store: Store, clock: FakeClock, raw: redis.asyncio.Redis | None, clock_keys: Iterable[str] = ()
+    ) -> None:
         self.store = store
         self.clock = clock
         self._raw = raw
+        self._clock_keys = clock_keys
 
     @property
     def has_server(self) -> bool:
@@ -66,7 +81,8 @@ class World:
     async def set_clock(self) -> None:
         whole = int(self.clock.time_s)
         micros = round((self.clock.time_s - whole) * 1_000_000)
-        await self.raw.hset(_CLOCK_KEY, mapping={"s": whole, "us": micros})
+        for key in self._clock_keys:
+            await self.raw.hset(key, mapping={"s": whole, "us": micros})
 
 
 @asynccontextmanager
@@ -76,15 +92,19 @@ async def memory_world() -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def redis_world(url: str) -> AsyncIterator[World]:
+async def redis_world(place: Place | str) -> AsyncIterator[World]:
     """The real scripts, but for the one line that asks the server for the time."""
+    if isinstance(place, str):
+        place = Place(place, place)
+    tag = " .. string.match(KEYS[1], '{.-}')" if place.tags else ""
     timed = {
-        name: Script(script.text.replace("redis.call('TIME')", f"redis.call('HMGET', '{_CLOCK_KEY}', 's', 'us')"))
+        name: Script(script.text.replace("redis.call('TIME')", f"redis.call('HMGET', '{_CLOCK_KEY}'{tag}, 's', 'us')"))
         for name, script in load_scripts().items()
     }
-    raw = redis.asyncio.Redis.from_url(url)
-    store = RedisStore(url, timeout_s=30.0, scripts=timed)
-    world = World(store, FakeClock(), raw)
+    clients: Any = RedisCluster if place.tags else redis.asyncio.Redis
+    raw: redis.asyncio.Redis = clients.from_url(place.raw_url)
+    store = RedisStore(place.url, timeout_s=30.0, scripts=timed)
+    world = World(store, FakeClock(), raw, [f"{_CLOCK_KEY}{{{tag}}}" for tag in place.tags] or [_CLOCK_KEY])
     try:
         await raw.flushall()
         await world.set_clock()
