@@ -8,6 +8,7 @@ once, that name the key, where it was set, what was wrong and what is allowed.
 from router.settings.load import Flags, load
 from router.settings.model import (
     Admin,
+    Auth,
     Fleet,
     Identity,
     Limits,
@@ -25,9 +26,12 @@ from router.settings.model import (
 from router.settings.problems import ConfigError, Problem
 from router.settings.rules import cautions
 from router.settings.show import effective
+from router.settings.values import SECRETS_TOLD
 
 __all__ = [
+    "SECRETS_TOLD",
     "Admin",
+    "Auth",
     "ConfigError",
     "Flags",
     "Fleet",

@@ -24,12 +24,14 @@ from router.settings.values import (
     RedisUrl,
     ReplicaUrl,
     Seconds,
+    Secret,
     Share,
     Text,
 )
 
 __all__ = [
     "Admin",
+    "Auth",
     "Fleet",
     "Group",
     "Identity",
@@ -73,13 +75,55 @@ class Listen(Group):
 
 
 class Admin(Group):
-    """Where operators and Prometheus come in: a listener of its own, so that clients cannot reach it by a path."""
+    """Where operators and Prometheus come in: a listener of its own, so that clients cannot reach it by a path.
+
+    With tokens, reading needs either (GET, /metrics), changing the write token; /livez and /readyz need none. A file
+    has a token a line: two lines while one replaces the other.
+    """
 
     host: Text = Field(
         "127.0.0.1",
-        description="Address of the admin API and /metrics. Loopback: the admin API has no login of its own.",
+        description="Address of the admin API and /metrics. Loopback, so that it asks for no token unless one is set.",
     )
     port: Port = Field(9090, description="TCP port; 0 lets the system choose. 9090 is Prometheus' habit.")
+    read_token_file: Text | None = Field(None, description="File with tokens that may read. None: see `unprotected`.")
+    write_token_file: Text | None = Field(None, description="File with tokens that may change what the fleets are.")
+    read_token: Secret | None = Field(
+        None, repr=False, description="A token that may read, in place of a file: for the environment of a container."
+    )
+    write_token: Secret | None = Field(None, repr=False, description="A token that may change, in place of a file.")
+    unprotected: bool = Field(
+        False,
+        description="Whether an address that is not loopback may do without tokens. false: whoever reaches the admin "
+        "API can send every tenant's prompts to a replica of his own.",
+    )
+
+
+class Auth(Group):
+    """Who may come in, and with which key Roost comes to replicas."""
+
+    keys_file: Text | None = Field(
+        None,
+        description="YAML file of tenants and the hashes of their API keys (`roost keys new`), read again when it "
+        "changes. None: anybody may come, and whoever has the same key is the same tenant.",
+    )
+    engine_paths: Literal["refuse", "pass"] = Field(
+        "refuse",
+        description="What becomes of paths that act on an engine as a whole, or that Roost does not know, where a keys "
+        "file is in force: flush_cache, abort_request, update_weights and the like. refuse: only tenants with "
+        "engine_control may ask them; pass: everyone may.",
+    )
+    replica_key_file: Text | None = Field(
+        None, description="File with the key that replicas ask for (SGLang's --api-key). None: they ask for none."
+    )
+    replica_key: Secret | None = Field(
+        None, repr=False, description="The replicas' key itself, in place of a file: for the environment."
+    )
+    client_credentials: Literal["drop", "pass"] = Field(
+        "drop",
+        description="Whether a client's own key, and its cookies, reach replicas. drop: a replica that is broken into "
+        "then learns no key; pass where replicas know the clients' keys.",
+    )
 
 
 class Store(Group):
@@ -209,6 +253,13 @@ class Fleet(Group):
         1.0,
         description="Seconds between looks at a replica that sends no report. 1: a lost replica is noticed within "
         "seconds, and the engine's endpoints asked are cheap.",
+    )
+    replica_key_file: Text | None = Field(
+        None, description="File with the key that these replicas ask for. None: that of `auth`, if there is one."
+    )
+    replica_key: Secret | None = Field(None, repr=False, description="These replicas' key, in place of a file.")
+    client_credentials: Literal["drop", "pass"] | None = Field(
+        None, description="Whether a client's own key reaches these replicas. None: as `auth` says."
     )
 
 
@@ -364,6 +415,7 @@ class Settings(BaseSettings):
 
     listen: Listen = Field(Listen(), description="Where clients come in.")
     admin: Admin = Field(Admin(), description="Where operators and Prometheus come in.")
+    auth: Auth = Field(Auth(), description="Who may come in, and with which key Roost comes to replicas.")
     workers: Count = Field(
         1, description="Processes that share the port (count). 1: one process serves a fleet of dozens of replicas."
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
-from router.settings.problems import Problem
+from router.settings.problems import Path, Problem
 
 if TYPE_CHECKING:
     from router.settings.model import Settings
@@ -43,7 +44,7 @@ def follow_url(store: Any) -> Any:
 
 def contradictions(settings: Settings) -> tuple[Problem, ...]:
     """All of them, in the order of the settings."""
-    return (*_listeners(settings), *_store(settings), *_fleets(settings))
+    return (*_listeners(settings), *_auth(settings), *_store(settings), *_fleets(settings))
 
 
 def cautions(settings: Settings) -> tuple[Problem, ...]:
@@ -58,7 +59,18 @@ def cautions(settings: Settings) -> tuple[Problem, ...]:
                 f"less than {ENGINE_KEEPALIVE_S:g}, or a larger SGLANG_TIMEOUT_KEEP_ALIVE on every replica",
             )
         )
+    found.extend(_credential_cautions(settings))
     return tuple(found)
+
+
+def _credential_cautions(settings: Settings) -> Iterator[Problem]:
+    passing = {fleet.client_credentials or settings.auth.client_credentials for fleet in settings.fleets}
+    if settings.auth.keys_file is not None and "pass" in passing:
+        yield Problem(
+            ("auth", "client_credentials"),
+            "replicas are shown the keys by which Roost knows its tenants",
+            "drop, and auth.replica_key_file where replicas ask for a key",
+        )
 
 
 def _listeners(settings: Settings) -> Iterator[Problem]:
@@ -70,6 +82,56 @@ def _listeners(settings: Settings) -> Iterator[Problem]:
             f"{admin.port} is also listen.port; clients must not reach the admin API",
             "a port of its own",
         )
+
+
+def _auth(settings: Settings) -> Iterator[Problem]:
+    admin, auth = settings.admin, settings.auth
+    twice: list[tuple[Path, object, object]] = [
+        (("admin", "read_token"), admin.read_token, admin.read_token_file),
+        (("admin", "write_token"), admin.write_token, admin.write_token_file),
+        (("auth", "replica_key"), auth.replica_key, auth.replica_key_file),
+    ]
+    twice += [
+        (("fleets", number, "replica_key"), fleet.replica_key, fleet.replica_key_file)
+        for number, fleet in enumerate(settings.fleets)
+    ]
+    for path, value, file in twice:
+        if value is not None and file is not None:
+            yield Problem(
+                path, f"there is {path[-1]}_file too, and one secret cannot come from two places", "one of them"
+            )
+    if not (_is_loopback(admin.host) or has_tokens(settings) or admin.unprotected):
+        yield Problem(
+            ("admin", "host"),
+            f"{admin.host} can be reached from elsewhere, and the admin API has no token, so whoever reaches it could "
+            "send prompts to a replica of his own",
+            "127.0.0.1, or admin.read_token_file and admin.write_token_file, or admin.unprotected: true where "
+            "strangers are kept out otherwise",
+        )
+    for number, fleet in enumerate(settings.fleets):
+        keyed = any((fleet.replica_key, fleet.replica_key_file, auth.replica_key, auth.replica_key_file))
+        own = fleet.client_credentials is not None
+        if keyed and (fleet.client_credentials or auth.client_credentials) == "pass":
+            yield Problem(
+                ("fleets", number, "client_credentials") if own else ("auth", "client_credentials"),
+                "a replica takes one key, and a replica key is set for it",
+                "drop, or no replica key",
+            )
+
+
+def has_tokens(settings: Settings) -> bool:
+    """Whether the admin API asks for a token."""
+    admin = settings.admin
+    return any((admin.read_token, admin.write_token, admin.read_token_file, admin.write_token_file))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _store(settings: Settings) -> Iterator[Problem]:

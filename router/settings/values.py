@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, SerializationInfo
 
 from router.upstream.wire import replica_root
 
 __all__ = [
+    "SECRETS_TOLD",
     "Allowed",
     "Count",
     "FieldPath",
@@ -22,6 +23,7 @@ __all__ = [
     "RedisUrl",
     "ReplicaUrl",
     "Seconds",
+    "Secret",
     "Share",
     "Text",
     "mask_url",
@@ -67,6 +69,27 @@ def _redis_url(value: str) -> str:
     return value
 
 
+def _visible(value: SecretStr) -> SecretStr:
+    """A secret goes into a header, where a line break would begin another."""
+    if not re.fullmatch(r"[!-~]{1,4096}", value.get_secret_value()):
+        raise ValueError("has a space or an unprintable character in it, or is too long")
+    return value
+
+
+def _told(value: SecretStr, info: SerializationInfo) -> str:
+    return value.get_secret_value() if info.context == SECRETS_TOLD else "***"
+
+
+def _no_prompt(value: str) -> str:
+    if value.partition(".")[0] in PROMPT_FIELDS:
+        raise ValueError("is the prompt, not the name of a session")
+    return value
+
+
+SECRETS_TOLD = {"secrets": "told"}
+"""Context of `model_dump_json` that has secrets in it; everything else shows `***`."""
+PROMPT_FIELDS = frozenset({"messages", "input", "prompt", "text", "input_ids", "system", "instructions", "tools"})
+
 Text = Annotated[str, Field(min_length=1), Allowed("text, in quotes if it looks like a number")]
 Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535)]
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
@@ -78,7 +101,8 @@ HeaderName = Annotated[str, AfterValidator(_header), Allowed("header names: lett
 FieldPath = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$"),
-    Allowed("fields of the request body, nested ones with dots as in metadata.user_id"),
+    AfterValidator(_no_prompt),
+    Allowed("fields of the request body that are no prompt, nested ones with dots as in metadata.user_id"),
 ]
 FleetName = Annotated[
     str,
@@ -91,6 +115,12 @@ KeyPrefix = Annotated[
     Allowed("1 to 63 letters, digits, '.', '_' and '-', a letter or digit first"),
 ]
 ReplicaUrl = Annotated[str, AfterValidator(replica_root), Allowed("http://HOST:PORT or https://HOST:PORT")]
+Secret = Annotated[
+    SecretStr,
+    AfterValidator(_visible),
+    PlainSerializer(_told),
+    Allowed("1 to 4096 visible ASCII characters", secret=True),
+]
 RedisUrl = Annotated[
     str,
     AfterValidator(_redis_url),

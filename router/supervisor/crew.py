@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from router.settings import Settings
+from router.settings import SECRETS_TOLD, Settings
 from router.supervisor.metric_files import retire
 from router.supervisor.process import Kin, Worker
 
@@ -39,7 +39,7 @@ class Crew:
         self._folder = folder
         self.metrics = folder / "metrics"
         """Where the workers' metric files lie."""
-        self._kin = Kin(settings.model_dump_json(), public, lock, store_url, self.metrics)
+        self._kin = Kin(settings.model_dump_json(context=SECRETS_TOLD), public, lock, store_url, self.metrics)
         self._workers: dict[int, Worker] = {}
         self._never_ready = set(range(settings.workers))
         self._started = 0

@@ -28,10 +28,13 @@ from router.settings import (
     load,
 )
 from router.settings.problems import Problem, describe
-from router.settings.values import mask_url
+from router.settings.values import SECRETS_TOLD, mask_url
 
-EVERYTHING = "listen, admin, workers, store, fleets, identity, placement, limits, timeouts, log"
-FLEET_KEYS = "name, models, replicas, policy, profile, repairs, admission, probe_interval_s"
+EVERYTHING = "listen, admin, auth, workers, store, fleets, identity, placement, limits, timeouts, log"
+FLEET_KEYS = (
+    "name, models, replicas, policy, profile, repairs, admission, probe_interval_s, "
+    "replica_key_file, replica_key, client_credentials"
+)
 POLICIES = "roost, round_robin, least_inflight, rendezvous, bounded_load, session_sticky"
 
 
@@ -118,7 +121,7 @@ def test_every_flag_reaches_its_setting() -> None:
     flags = Flags(
         host="h",
         port=1,
-        admin_host="a",
+        admin_host="127.0.0.2",
         admin_port=2,
         workers=3,
         redis="redis://r:6379/0",
@@ -129,7 +132,7 @@ def test_every_flag_reaches_its_setting() -> None:
     )
     settings = load(None, {}, flags)
     assert (settings.listen.host, settings.listen.port) == ("h", 1)
-    assert (settings.admin.host, settings.admin.port) == ("a", 2)
+    assert (settings.admin.host, settings.admin.port) == ("127.0.0.2", 2)
     assert (settings.workers, settings.log.level) == (3, "debug")
     assert (settings.store.kind, settings.store.url) == ("redis", "redis://r:6379/0")
     assert settings.fleets == (Fleet(name="default", replicas=("http://r:1",), policy="rendezvous"),)
@@ -293,7 +296,18 @@ WRONG: list[tuple[str, str]] = [
     (
         "identity: {session_fields: [a..b]}",
         "identity.session_fields[0]: 'a..b' is not allowed "
-        "(allowed: fields of the request body, nested ones with dots as in metadata.user_id; set by FILE)",
+        "(allowed: fields of the request body that are no prompt, nested ones with dots as in metadata.user_id; "
+        "set by FILE)",
+    ),
+    (
+        "identity: {session_fields: [user, messages]}",
+        "identity.session_fields[1]: 'messages' is the prompt, not the name of a session (allowed: fields of the "
+        "request body that are no prompt, nested ones with dots as in metadata.user_id; set by FILE)",
+    ),
+    (
+        "auth: {replica_key: 'a b'}",
+        "auth.replica_key: the value has a space or an unprintable character in it, or is too long (allowed: 1 to 4096 "
+        "visible ASCII characters; set by FILE)",
     ),
     ("timeouts: {idle_s: .inf}", "timeouts.idle_s: inf is not allowed (allowed: a number above 0; set by FILE)"),
     ("timeouts: {idle_s: .nan}", "timeouts.idle_s: nan is not allowed (allowed: a number above 0; set by FILE)"),
@@ -398,7 +412,7 @@ def test_a_contradiction_is_explained(file: Path, text: str, line: str) -> None:
     "text",
     [
         "listen: {port: 0}\nadmin: {port: 0}",
-        "listen: {host: 10.0.0.1, port: 80}\nadmin: {host: 10.0.0.2, port: 80}",
+        "listen: {host: 10.0.0.1, port: 80}\nadmin: {host: 10.0.0.2, port: 80, read_token: r}",
         "fleets: [{name: a}, {name: b}]",
         "workers: 4",
         "workers: 3\nlisten: {port: 0}",
@@ -409,7 +423,7 @@ def test_what_is_no_contradiction(file: Path, text: str) -> None:
 
 
 def test_a_wildcard_address_shares_its_port_with_every_other(file: Path) -> None:
-    _write(file, "listen: {host: 0.0.0.0, port: 80}\nadmin: {host: 10.0.0.2, port: 80}")
+    _write(file, "listen: {host: 0.0.0.0, port: 80}\nadmin: {host: 10.0.0.2, port: 80, read_token: r}")
     assert _problems(file)[0].startswith("admin.port: 80 is also listen.port")
 
 
@@ -621,3 +635,69 @@ def test_a_problem_is_one_line_and_plain_data() -> None:
     assert str(problem) == "a[0].b: x\\ny (allowed: z; set by FILE)"
     assert problem.as_plain() == {"key": "a[0].b", "wrong": "x\ny", "allowed": "z", "origin": "FILE"}
     assert os.linesep not in str(problem)
+
+
+# --- secrets and who may come in -------------------------------------------------------------------------------------
+
+SECRETS = "auth: {replica_key: planted-1}\nadmin: {read_token: planted-2, write_token: planted-3}\n"
+SECRETS += "fleets: [{name: a, replica_key: planted-4}]\n"
+
+
+def test_no_secret_is_shown(file: Path) -> None:
+    """Not by `roost config show`, not by any rendering of settings; a worker gets them all the same."""
+    settings = load(_write(file, SECRETS), {"ROOST_ADMIN__READ_TOKEN": "planted-5"})
+    for shown in (
+        repr(settings),
+        str(settings),
+        repr(settings.auth),
+        str(effective(settings)),
+        settings.model_dump_json(),
+    ):
+        assert "planted" not in shown
+    told = settings.model_dump_json(context=SECRETS_TOLD)
+    assert Settings.model_validate_json(told) == settings
+    assert settings.admin.read_token is not None
+    assert settings.admin.read_token.get_secret_value() == "planted-5"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "roost.example", "192.168.0.1"])
+def test_an_admin_api_without_tokens_stays_on_loopback(file: Path, host: str) -> None:
+    """Anywhere else it is a contradiction, which names the key and what would be allowed."""
+    (told,) = _problems(_write(file, f"admin: {{host: '{host}'}}"))
+    assert told.startswith("admin.host: ")
+    assert "admin.unprotected" in told
+    for allowed in (
+        "read_token: r",
+        "write_token: w",
+        "read_token_file: f",
+        "write_token_file: f",
+        "unprotected: true",
+    ):
+        load(_write(file, f"admin: {{host: '{host}', {allowed}}}"), {})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_on_loopback_the_admin_api_needs_no_token(file: Path, host: str) -> None:
+    load(_write(file, f"admin: {{host: '{host}'}}"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("admin: {read_token: a, read_token_file: b}", "admin.read_token"),
+        ("admin: {write_token: a, write_token_file: b}", "admin.write_token"),
+        ("auth: {replica_key: a, replica_key_file: b}", "auth.replica_key"),
+        ("fleets: [{name: a, replica_key: a, replica_key_file: b}]", "fleets[0].replica_key"),
+        ("auth: {replica_key: a, client_credentials: pass}", "auth.client_credentials"),
+        ("fleets: [{name: a, replica_key: a, client_credentials: pass}]", "fleets[0].client_credentials"),
+    ],
+)
+def test_one_secret_has_one_source_and_a_replica_gets_one_key(file: Path, text: str, key: str) -> None:
+    (told,) = _problems(_write(file, text))
+    assert told.startswith(f"{key}: ")
+
+
+def test_showing_replicas_the_tenants_keys_is_cautioned(file: Path) -> None:
+    """Nothing forbids it: the replicas may be the operator's own and check them once more."""
+    settings = load(_write(file, "auth: {keys_file: k, client_credentials: pass}"), {})
+    assert [caution.key for caution in cautions(settings)] == ["auth.client_credentials"]
