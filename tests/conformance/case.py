@@ -31,6 +31,9 @@ class Can(StrEnum):
     METRICS = "tell metrics"
     IN_FLIGHT = "tell how many turns are in flight"
     READINESS = "tell whether it is ready"
+    AGENTS = "know the session headers of coding agents"
+    FIRST_FRAME = "read a stream before passing its head on"
+    INCARNATIONS = "tell a restarted replica from its former life"
     REPLICA_KEY = "send a replica a key of the replica's own"
     BOUNDED_BODY = "bound the size of bodies"
 

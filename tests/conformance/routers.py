@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -103,10 +104,18 @@ class Router:
             )
 
     async def listening(self, within_s: float = 40.0) -> None:
-        """Until it accepts connections; polling is all that works for any router."""
+        """Until it accepts connections; polling is all that works for any router.
+
+        A port that somebody else took between its choice and its use is replaced by another, once.
+        """
+        moved = False
         for _ in range(int(within_s / 0.05)):
             if not self.running:
-                break
+                if moved or not re.search("address already in use|EADDRINUSE", self.log, re.IGNORECASE):
+                    break
+                moved = True
+                self.port, self.admin_port = free_port(), free_port()
+                await self.start()
             with suppress(OSError):
                 _, writer = await asyncio.open_connection(HOST, self.port)
                 writer.close()

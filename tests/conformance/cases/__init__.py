@@ -6,7 +6,7 @@ from importlib import import_module
 
 from tests.conformance.case import CASES, Case
 
-SUBJECTS = ("affinity", "bytes")
+SUBJECTS = ("affinity", "spreading", "shared", "failover", "streams", "leaving", "bytes")
 """Modules of this package. A new one is added here."""
 
 
