@@ -7,6 +7,7 @@ settling  what it holds, and how that is given back
 fleet     the replicas of one model: membership, what probes saw, the snapshot a decision reads
 fleets    which fleet serves a model
 leases    renewing what is held
+remembered, returning   what this router has bound, and how a store learns of it that was away or has forgotten
 passage   requests that are no turns
 recent    the last decisions, term by term, and what then came true
 """

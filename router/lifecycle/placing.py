@@ -2,8 +2,12 @@
 
 Two round trips to the store, `fetch` and `acquire`. Only when the world moved between them (another turn bound the
 branch or took the place) are they repeated, one turn at a time and with growing tolerance; the last time the turn asks
-for a branch of its own, which no rival can take. Without the store turns still flow: known branches stay where this
-router last saw them, others go by rendezvous hash of session or prompt root, alike on every router.
+for a branch of its own, which no rival can take.
+
+Without the store turns still flow: known branches stay where this router last saw them, others go by rendezvous hash of
+session or prompt root, alike on every router. A turn whose claim got no answer keeps the place it was given: the store
+may have carried the claim out. And a store that knows nothing of a prompt which this router has placed has forgotten
+it: the branch stays at its home, and is bound there anew.
 """
 
 from __future__ import annotations
@@ -13,29 +17,29 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Literal
 
 from router.domain.decision import Placed, Reason, Refused
 from router.domain.errors import NotPlaced, StoreError
 from router.domain.replica import Fleet
-from router.domain.session import Binding, Boundary, Branch
+from router.domain.session import Binding
 from router.domain.shared import Acquired, Ask, Claim, View, lease_of
 from router.domain.turn import Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.leases import Leases
 from router.lifecycle.recent import Recent, Record
+from router.lifecycle.remembered import Remembered
+from router.lifecycle.returning import Returning
 from router.lifecycle.settling import WAITING_TOKENS_MIN, Held, Settling
 from router.placement.admission import Occupancy, admits, begins_session, live_share, need_of, occupancy
 from router.placement.cost import Rates, Tuning, branch_weight, rates_of
 from router.placement.decide import decide, turn_of
+from router.placement.filters import is_home
 from router.placement.lineage import Lineage, apart, ask_for, head_of, heads_of, kept_tips, trace
 from router.ports import Clock, Store
 from router.telemetry.events import Observer, TurnStarted
 
 __all__ = ["Attempts", "Limits", "NoRoomError", "Placing"]
-
-HOMES_REMEMBERED: Final = 50_000
-"""Prompt ends whose home this process remembers for when the store is away (about 10 MB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class Placing:
         clock: Clock,
         leases: Leases,
         settling: Settling,
+        remembered: Remembered,
+        returning: Returning,
         recent: Recent,
         observer: Observer,
         new_id: Callable[[], str],
@@ -97,6 +103,8 @@ class Placing:
         self._clock = clock
         self._leases = leases
         self._settling = settling
+        self._remembered = remembered
+        self._returning = returning
         self._recent = recent
         self._observer = observer
         self._new_id = new_id
@@ -107,8 +115,6 @@ class Placing:
         """By fleet: held while a turn that lost a race is decided anew."""
         self._arriving: defaultdict[str, int] = defaultdict(int)
         """By fleet: KV tokens of new sessions whose claims are under way, which no view shows yet."""
-        self._homes: dict[str, Binding] = {}
-        """By prompt end, oldest first."""
 
     async def place(self, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: Attempts, began_s: float) -> Held:
         """Get the turn a place. Raises NotPlaced, and NoRoomError to a patient turn."""
@@ -120,7 +126,7 @@ class Placing:
             async with self._again[fleet.name] if attempt else nullcontext():
                 held = await self._round(fleet, facts, turn_id, attempts, sequence, attempt)
             if held is not None:
-                return self._committed(held, began_s)
+                return self._committed(held, facts, began_s)
         raise NotPlaced(f"fleet {fleet.name} kept changing while the turn was placed")
 
     async def _round(
@@ -129,16 +135,19 @@ class Placing:
         """Fetch, decide, claim. None where the world moved in between; a blind place where the store is away."""
         last = attempt + 1 == self._limits.attempts
         try:
-            view = await self._store.fetch(fleet.name, ask_for(facts))
+            ask = ask_for(facts)
+            view = await self._store.fetch(fleet.name, ask)
             if view.membership_version != fleet.version:
                 await fleet.refresh()
+            if attempt == 0:  # a rival that made the claim stale has told the store something newer
+                view = await self._reminded(fleet, ask, view)
             held = self._decide(fleet, facts, view, turn_id, attempts, sequence, last=last)
             held.record.store_calls = 2 * (attempt + 1)
             need = await self._room_needed(held, facts, view, attempts) if attempts.patient else 0
             self._arriving[fleet.name] += need
             try:
-                slack = None if last else attempt // 2
-                acquired = await self._acquire(held, self._claim(held, view, facts, slack=slack))
+                held.claim = self._claim(held, view, facts, slack=None if last else attempt // 2)
+                acquired = await self._acquire(held, held.claim)
             finally:
                 self._arriving[fleet.name] -= need
         except StoreError:
@@ -162,13 +171,29 @@ class Placing:
     async def _acquire(self, held: Held, claim: Claim) -> bool:
         """Claim the place."""
         try:
-            acquired = isinstance(await self._store.acquire(held.fleet.name, claim), Acquired)
-        except (StoreError, asyncio.CancelledError):
+            return isinstance(await self._store.acquire(held.fleet.name, claim), Acquired)
+        except StoreError:
+            held.record.blind = True
+            return True
+        except asyncio.CancelledError:
             self._settling.undo(held.fleet.name, claim)
             raise
-        if acquired:
-            self._leases.add(held.fleet.name, lease_of(claim))
-        return acquired
+
+    async def _reminded(self, fleet: FleetRuntime, ask: Ask, view: View) -> View:
+        """What the store knows, after it was told what this router alone knows of the prompt."""
+        found = self._remembered.recall(fleet.name, ask)
+        if found is None or (view.depth is not None and view.depth <= found.depth):
+            return view
+        entry = found.entry
+        if view.branch is not None:
+            if entry.written:
+                return view  # the store has thinned out an end that is remembered here
+            await self._returning.write(fleet, entry)
+            return await self._store.fetch(fleet.name, ask)
+        if entry.written:
+            self._remembered.owed.set()  # it was told, and has forgotten: perhaps all
+        lives = any(is_home(replica, entry.claim.home) for replica in fleet.snapshot(view).replicas)
+        return replace(view, branch=entry.branch(), depth=found.depth) if lives else view
 
     def _decide(
         self,
@@ -207,34 +232,37 @@ class Placing:
         """Place without the store: where this router last saw the branch, else by hash of the session, or of the first
         message after the system prompt.
         """
-        nothing = View(self._clock.now_s(), fleet.version, loads={}, incarnations={}, beliefs={})
-        snapshot = fleet.snapshot(nothing, blind=True)
-        lineage = trace(facts, nothing, turn_id)
-        if facts.session is None and facts.chain:
-            root = facts.chain.hashes[min(facts.head, len(facts.chain) - 1)]
-            lineage = replace(lineage, session=root)
-        home = self._recall(facts)
-        if home is not None:
-            lineage = replace(lineage, known=Branch(lineage.branch, lineage.session, home=home))
+        ask = ask_for(facts)
+        found = self._remembered.recall(fleet.name, ask)
+        view = View(
+            self._clock.now_s(),
+            fleet.version,
+            loads={},
+            incarnations={},
+            beliefs={},
+            branch=found.entry.branch() if found is not None else None,
+            depth=found.depth if found is not None else None,
+            response_replica=self._remembered.holder(ask.response_id),
+        )
+        snapshot = fleet.snapshot(view, blind=True)
+        lineage = trace(facts, view, f"{turn_id}/{attempts.count}")
         rates = rates_of(snapshot)
         turn = turn_of(turn_id, facts, lineage, rates, self._tuning, sequence)
         decision = decide(
-            turn, lineage, snapshot, "rendezvous", self._tuning, only=home, tried=attempts.tried, rates=rates
+            replace(turn, session=_root(facts, turn)),
+            lineage,
+            snapshot,
+            "rendezvous",
+            self._tuning,
+            only=view.response_replica or (lineage.known.home if lineage.known is not None else None),
+            tried=attempts.tried,
+            rates=rates,
         )
         if isinstance(decision, Refused):
             raise NotPlaced(decision.why, decision.retry_after_s)
-        return self._hold(fleet, snapshot, rates, facts, lineage, turn, decision, attempts, blind=True)
-
-    def _remember(self, tip: Boundary | None, home: Binding) -> None:
-        if tip is not None:
-            self._homes.pop(tip.hash, None)
-            self._homes[tip.hash] = home
-            if len(self._homes) > HOMES_REMEMBERED:
-                del self._homes[next(iter(self._homes))]
-
-    def _recall(self, facts: Facts) -> Binding | None:
-        known = (self._homes.get(boundary) for boundary in reversed(facts.chain.hashes))
-        return next((home for home in known if home is not None), None)
+        held = self._hold(fleet, snapshot, rates, facts, lineage, turn, decision, attempts, blind=True)
+        held.claim = self._claim(held, view, facts, slack=None)
+        return held
 
     def _hold(
         self,
@@ -290,7 +318,7 @@ class Placing:
             locked_tokens=placed.prefill_tokens + turn.output_tokens,
             branch=lineage.branch,
             session=lineage.session,
-            version=known.version if known is not None else None,
+            version=known.version or None if known is not None else None,
             home=placed.binding,
             tip=tip,
             tips=kept_tips(lineage, self._limits.tips_kept),
@@ -309,14 +337,24 @@ class Placing:
             lease_ttl_s=self._leases.ttl_s,
         )
 
-    def _committed(self, held: Held, began_s: float) -> Held:
+    def _committed(self, held: Held, facts: Facts, began_s: float) -> Held:
         held.since_s = self._clock.monotonic_s()
         held.record.place_s = held.since_s - began_s
         self._recent.add(held.record)
-        placed = held.record.placed
-        self._remember(held.record.lineage.tip, placed.binding)
-        self._observer.emit(TurnStarted(held.record.turn.id, held.fleet.name, placed.replica))
+        fleet, blind = held.fleet.name, held.record.blind
+        if held.claim is not None:
+            self._leases.add(fleet, lease_of(held.claim))
+            chain = ask_for(facts).boundaries[1 if facts.session is None else 2 :] if blind else ()
+            self._remembered.note(fleet, held.claim, written=not blind, chain=chain)
+        self._observer.emit(TurnStarted(held.record.turn.id, fleet, held.record.placed.replica))
         return held
+
+
+def _root(facts: Facts, turn: Turn) -> str:
+    """What all turns of a conversation share: its session, or the first message after the system prompt."""
+    if facts.session is not None or not facts.chain:
+        return turn.session
+    return facts.chain.hashes[min(facts.head, len(facts.chain) - 1)]
 
 
 def _session_home(facts: Facts, view: View, lineage: Lineage, snapshot: Fleet) -> Binding | None:

@@ -16,7 +16,7 @@ Rules kept here:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -30,6 +30,8 @@ from router.lifecycle.leases import Leases
 from router.lifecycle.opening import BUSY_STATUS, Opening, QueueFullError
 from router.lifecycle.placing import Attempts, Limits, Placing
 from router.lifecycle.recent import Recent
+from router.lifecycle.remembered import Remembered
+from router.lifecycle.returning import Returning
 from router.lifecycle.settling import Held, Settling
 from router.lifecycle.waiting import Waiting
 from router.placement.cost import Tuning
@@ -86,8 +88,22 @@ class Turns:
         self._new_id = new_id
         self._retries = limits.retries
         self._refusal_s = limits.refusal_s
-        self._settling = Settling(store, leases, observer, limits.branch_ttl_s)
-        self._placing = Placing(store, clock, leases, self._settling, recent, observer, new_id, tuning, limits)
+        self._remembered = Remembered()
+        self._settling = Settling(store, leases, self._remembered, observer, limits.branch_ttl_s)
+        self._returning = Returning(store, leases, self._settling, self._remembered, new_id, tips_max=limits.tips_kept)
+        self._placing = Placing(
+            store,
+            clock,
+            leases,
+            self._settling,
+            self._remembered,
+            self._returning,
+            recent,
+            observer,
+            new_id,
+            tuning,
+            limits,
+        )
         self._waiting = Waiting(self._placing, clock, observer, limits.queue_max, limits.queue_s)
         self._under_way = 0
         self._idle = asyncio.Event()
@@ -119,6 +135,15 @@ class Turns:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
+
+    async def run(self, fleets: Iterable[FleetRuntime]) -> None:
+        """Tell the store of these fleets what it missed while it was away, until cancelled."""
+        await self._returning.run(fleets)
+
+    def store_changed(self, up: bool) -> None:
+        """The store went away, or is back."""
+        if up:
+            self._remembered.owed.set()
 
     def stopping(self) -> None:
         """Let nobody wait for room any more."""
@@ -194,7 +219,7 @@ class Turns:
             watch.turn_ended(replica, seen, end, status, failure, held.since_s)
             settling = self._settling.settle(held, facts, self._outcome(held, facts, passage, end))
             # No await may come before a next place is in the caller's hands.
-            if next_place is None and settling is not None:
+            if next_place is None:
                 await asyncio.shield(settling)
 
     async def _relay(

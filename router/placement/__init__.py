@@ -9,6 +9,7 @@
     policy     `roost` and the named baselines
     decide     the decision
     learn      what is believed after a turn
+    catch_up   what a claim becomes that was made without the store
 
 No module here imports asyncio, time, random or a client library: the same code runs in the router and under virtual
 time.

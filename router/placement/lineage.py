@@ -23,7 +23,7 @@ from router.domain.shared import Ask, View
 from router.domain.turn import Facts
 from router.placement.scope import record_key, response_key
 
-__all__ = ["Lineage", "apart", "ask_for", "head_of", "heads_of", "kept_tips", "own", "trace"]
+__all__ = ["Lineage", "apart", "ask_for", "head_of", "heads_of", "kept_tips", "own", "thinned", "trace"]
 
 NEWEST_TIPS: Final = 4
 """Tips kept without gaps; older ones thin out."""
@@ -152,12 +152,12 @@ def kept_tips(lineage: Lineage, limit: int) -> tuple[Boundary, ...]:
     newest = [each for each in (lineage.tip, lineage.side_tip) if each is not None]
     hashes = {each.hash for each in newest}
     older = [] if lineage.known is None else [old for old in lineage.known.tips if old.hash not in hashes]
-    return tuple(_thin(newest + older, limit))
+    return thinned([*newest, *older], limit)
 
 
-def _thin(tips: list[Boundary], limit: int) -> list[Boundary]:
-    """Drop the tip, beyond the newest, whose neighbours are closest relative to their distance from the newest in
-    text.
+def thinned(tips: list[Boundary], limit: int) -> tuple[Boundary, ...]:
+    """At most `limit` of them: beyond the newest, the tip goes whose neighbours are closest relative to their distance
+    from the newest in text.
     """
     newest = tips[0].text_bytes if tips else 0
 
@@ -168,4 +168,4 @@ def _thin(tips: list[Boundary], limit: int) -> list[Boundary]:
     while len(tips) > limit:
         inner = range(NEWEST_TIPS, len(tips) - 1)
         del tips[min(inner, key=gap) if inner else -1]
-    return tips
+    return tuple(tips)

@@ -366,12 +366,15 @@ async def test_idle_says_how_many_turns_are_under_way() -> None:
 # --- the store moves, or is away --------------------------------------------------------------------------------------
 
 
-async def test_a_claim_whose_answer_is_lost_is_given_back_and_the_turn_goes_on_blind() -> None:
+async def test_a_claim_whose_answer_is_lost_holds_the_place_and_gives_it_back() -> None:
+    """It may have been carried out, as here: the turn goes where the store believes it to be."""
     world = await stage()
     world.store.lose_answers.update(acquire=1)
     assert await ends(world, prompt(LONG)) is End.COMPLETE
     assert world.events.finished[-1].blind
-    assert world.store.calls == ["fetch", "acquire", "settle"]
+    assert world.store.calls == ["fetch", "acquire", "progress", "settle"]
+    (claim,) = world.store.claims
+    assert claim.replica == world.replica_of()
 
 
 async def test_when_nothing_can_be_claimed_the_turn_gives_up_after_its_attempts() -> None:
