@@ -195,6 +195,10 @@ class Upstream(Protocol):
         """
         ...
 
+    def forget(self, url: str) -> None:
+        """A replica left the fleet: its idle connections are closed, those in use once their exchange has ended."""
+        ...
+
     async def close(self) -> None:
         """Close all connections."""
         ...

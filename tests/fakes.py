@@ -251,6 +251,9 @@ class FakeUpstream:
         self.exchanges.append(FakeExchange(self._gate, answer))
         return self.exchanges[-1]
 
+    def forget(self, url: str) -> None:
+        """Nothing is kept."""
+
     async def close(self) -> None:
         """Nothing to close."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from router.domain.errors import UpstreamBroken, UpstreamUnreachable
 from router.ports import ForwardRequest
 from router.upstream.connection import Connection, LiveExchange, UpstreamLimits
-from router.upstream.wire import Origin, parse_origin, request_head
+from router.upstream.wire import parse_origin, request_head
 
 __all__ = ["UpstreamClient", "UpstreamLimits"]
 
@@ -20,14 +20,18 @@ __all__ = ["UpstreamClient", "UpstreamLimits"]
 class _Pool:
     """The connections to one replica. The one used last is taken first, so that a burst's extra ones expire."""
 
-    __slots__ = ("idle", "idle_max", "on_empty", "open", "origin")
+    __slots__ = ("idle", "idle_max", "left", "on_empty", "open", "origin", "url")
 
-    def __init__(self, origin: Origin, idle_max: int, on_empty: Callable[[], None]) -> None:
-        self.origin = origin
+    def __init__(self, url: str, idle_max: int, on_empty: Callable[[_Pool], None]) -> None:
+        """`on_empty`: the last connection has ended. Raises ValueError for a URL that is none."""
+        self.url = url
+        self.origin = parse_origin(url)
         self.idle: list[Connection] = []
         self.idle_max = idle_max
         self.open: set[Connection] = set()
         self.on_empty = on_empty
+        self.left = False
+        """The replica left the fleet: no connection is kept beyond its exchange."""
 
     def take(self) -> Connection | None:
         while self.idle:
@@ -39,19 +43,27 @@ class _Pool:
 
     def put(self, connection: Connection) -> None:
         self.idle.append(connection)
-        if len(self.idle) > self.idle_max:
+        if len(self.idle) > self.idle_max or self.left:
             self.idle.pop(0).close()
+
+    def leave(self) -> None:
+        self.left = True
+        for connection in tuple(self.idle):
+            connection.close()
 
     def forget(self, connection: Connection) -> None:
         self.open.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
         if not self.open:
-            self.on_empty()
+            self.on_empty(self)
 
 
 class UpstreamClient:
-    """`router.ports.Upstream`. Make it inside the running event loop that will use it."""
+    """`router.ports.Upstream`. Make it inside the running event loop that will use it.
+
+    What is known of a replica lasts as long as a connection to it, so that replicas that come and go leave nothing.
+    """
 
     def __init__(self, limits: UpstreamLimits | None = None, *, tls: ssl.SSLContext | None = None) -> None:
         """`tls`: how to speak to `https` replicas; None: the system's trusted authorities."""
@@ -67,11 +79,7 @@ class UpstreamClient:
 
         Raises besides: `ValueError` for a URL that is none, `MalformedRequest` for a head that cannot be sent.
         """
-        pool = self._pools.get(url)
-        if pool is None:
-            if self._closed:
-                raise UpstreamUnreachable("the router is closing its connections")
-            pool = self._add_pool(url)
+        pool = self._pool(url)
         body = request.body
         length = len(body) if request.has_body else None
         head = request_head(pool.origin, request.method, request.target, request.headers, length)
@@ -82,7 +90,7 @@ class UpstreamClient:
             except UpstreamBroken:
                 if not connection.stale:
                     raise
-        connection = await self._connect(pool)
+        connection = await self._connect(self._pool(url))
         return await connection.request(request.method, head, body)
 
     def connections(self, url: str) -> tuple[int, int]:
@@ -91,32 +99,42 @@ class UpstreamClient:
         return (len(pool.open), len(pool.idle)) if pool is not None else (0, 0)
 
     def forget(self, url: str) -> None:
-        """Close all connections to a replica that left the fleet, and forget its URL. Exchanges under way break."""
-        pool = self._pools.pop(url, None)
+        """See `router.ports.Upstream.forget`."""
+        pool = self._pools.get(url)
         if pool is not None:
-            for connection in tuple(pool.open):
-                connection.close()
+            pool.leave()
 
     async def close(self) -> None:
         """Close all connections and wait until they are gone. Exchanges under way break; later sends are refused."""
         self._closed = True
-        pools = tuple(self._pools.values())
-        self._pools.clear()
-        while any(pool.open for pool in pools):
-            for connection in [connection for pool in pools for connection in pool.open]:
+        while self._pools:
+            for connection in [connection for pool in self._pools.values() for connection in pool.open]:
                 connection.close()
             self._emptied.clear()
-            await self._emptied.wait()
+            if self._pools:
+                await self._emptied.wait()
 
-    def _add_pool(self, url: str) -> _Pool:
-        pool = self._pools[url] = _Pool(parse_origin(url), self._limits.idle_connections_max, self._emptied.set)
+    def _pool(self, url: str) -> _Pool:
+        """The pool of a replica, which is there, then, if it had left."""
+        if self._closed:
+            raise UpstreamUnreachable("the router is closing its connections")
+        pool = self._pools.get(url)
+        if pool is None:
+            pool = _Pool(url, self._limits.idle_connections_max, self._ended)
+        pool.left = False
         return pool
+
+    def _ended(self, pool: _Pool) -> None:
+        if self._pools.get(pool.url) is pool:
+            del self._pools[pool.url]
+        self._emptied.set()
 
     async def _connect(self, pool: _Pool) -> Connection:
         """A fresh connection. Raises `UpstreamUnreachable`."""
         origin = pool.origin
         tls = self._context() if origin.tls else None
         connection = Connection(self._loop, self._limits, pool.put, pool.forget)
+        self._pools[pool.url] = pool
         pool.open.add(connection)
         try:
             async with asyncio.timeout(self._limits.connect_s):
@@ -128,6 +146,9 @@ class UpstreamClient:
         finally:
             if not connection.connected:
                 pool.forget(connection)
+        if self._closed:
+            connection.close()
+            raise UpstreamUnreachable("the router is closing its connections")
         return connection
 
     def _context(self) -> ssl.SSLContext:

@@ -29,6 +29,7 @@ from tests.integration.relay_rig import (
 )
 
 POST = ForwardRequest("POST", "/v1/x", (), b"{}")
+GET = ForwardRequest("GET", "/v1/x", (), b"", has_body=False)
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
@@ -552,7 +553,7 @@ async def test_abort_is_harmless_after_the_end() -> None:
 
 @on_both_loops
 async def test_abort_from_elsewhere_ends_the_relay() -> None:
-    """A relay whose exchange another task aborts raises `UpstreamBroken`; `close` and `forget` do the same to all."""
+    """A relay whose exchange another task aborts raises `UpstreamBroken`; `close` does the same to all."""
 
     async def script(talk: Talk) -> None:
         await talk.request()
@@ -561,14 +562,12 @@ async def test_abort_from_elsewhere_ends_the_relay() -> None:
 
     async with Replica(script).serving() as replica:
         upstream = UpstreamClient()
-        for count, end in enumerate(("abort", "forget", "close"), start=1):
+        for count, end in enumerate(("abort", "close"), start=1):
             exchange = await upstream.send(replica.url, POST)
             relay = asyncio.create_task(exchange.relay(lambda data: None))
             await asyncio.sleep(0)
             if end == "abort":
                 exchange.abort()
-            elif end == "forget":
-                upstream.forget(replica.url)
             else:
                 await upstream.close()
             with pytest.raises(UpstreamBroken):
@@ -576,6 +575,47 @@ async def test_abort_from_elsewhere_ends_the_relay() -> None:
             await replica.until_closed(count)
         with pytest.raises(UpstreamUnreachable):
             await upstream.send(replica.url, POST)
+
+
+@on_both_loops
+async def test_a_replica_that_left_keeps_no_connection_but_running_exchanges_finish() -> None:
+    """Idle connections go at once, those in use after their exchange, and then nothing is left of the replica."""
+    talking, finish = asyncio.Event(), asyncio.Event()
+
+    async def script(talk: Talk) -> None:
+        while True:
+            head, _ = await talk.request()
+            if head.startswith(b"GET"):
+                await talk.send(OK)
+                continue
+            await talk.send(SSE_HEAD + b"5\r\nhello\r\n")
+            talking.set()
+            await finish.wait()
+            await talk.send(b"3\r\nbye\r\n0\r\n\r\n")
+
+    async with Replica(script).serving() as replica:
+        upstream = UpstreamClient()
+        streaming = await upstream.send(replica.url, POST)
+        short = await upstream.send(replica.url, GET)
+        await short.relay(lambda data: None)
+        assert upstream.connections(replica.url) == (2, 1)
+        got: list[bytes] = []
+        relay = asyncio.create_task(streaming.relay(got.append))
+        await talking.wait()
+        upstream.forget(replica.url)
+        upstream.forget(replica.url)
+        await replica.until_closed(1)
+        assert upstream.connections(replica.url) == (1, 0)
+        finish.set()
+        await relay
+        assert b"".join(got) == b"hellobye"
+        await replica.until_closed(2)
+        assert upstream.connections(replica.url) == (0, 0)
+        upstream.forget(replica.url)
+        back = await upstream.send(replica.url, GET)  # it is a member again
+        await back.relay(lambda data: None)
+        assert upstream.connections(replica.url) == (1, 1)
+        await upstream.close()
 
 
 @on_both_loops
