@@ -32,6 +32,7 @@ from router.settings.values import (
 __all__ = [
     "Admin",
     "Auth",
+    "Ejection",
     "Fleet",
     "Group",
     "Identity",
@@ -353,6 +354,32 @@ class Limits(Group):
     )
 
 
+class Ejection(Group):
+    """When a replica that answers probes is taken out for failing its turns, and when its turns are given up."""
+
+    failures: Count = Field(
+        3,
+        description="Turns in a row that must fail at a replica to take it out (count). 3: one may be its client's "
+        "doing and two a coincidence. A large number turns it off.",
+    )
+    base_s: Seconds = Field(
+        5.0,
+        description="Seconds it is out the first time, doubled at each repeat. 5: a hiccup is over, and little is lost "
+        "where there was none.",
+    )
+    max_s: Seconds = Field(
+        60.0,
+        description="Seconds it is out at most, and after which one repeat is forgotten. 60: one failed turn a minute "
+        "is a small price for noticing that it is well again.",
+    )
+    lost_s: Seconds = Field(
+        10.0,
+        description="Seconds without an answer to a probe or a byte of a turn after which turns at a dead replica are "
+        "given up, to be placed elsewhere where the client has seen nothing. 10: longer than a prefill holds back an "
+        "engine's other streams.",
+    )
+
+
 class Timeouts(Group):
     """How long is waited for what."""
 
@@ -428,6 +455,7 @@ class Settings(BaseSettings):
     placement: Placement = Field(Placement(), description="Weights of the decision.")
     limits: Limits = Field(Limits(), description="What is refused, and how often is tried.")
     timeouts: Timeouts = Field(Timeouts(), description="How long is waited for what.")
+    ejection: Ejection = Field(Ejection(), description="How much of a failing replica is put up with.")
     log: Log = Field(Log(), description="What is written to standard error.")
 
     @classmethod

@@ -44,7 +44,7 @@ def follow_url(store: Any) -> Any:
 
 def contradictions(settings: Settings) -> tuple[Problem, ...]:
     """All of them, in the order of the settings."""
-    return (*_listeners(settings), *_auth(settings), *_store(settings), *_fleets(settings))
+    return (*_listeners(settings), *_auth(settings), *_store(settings), *_fleets(settings), *_ejection(settings))
 
 
 def cautions(settings: Settings) -> tuple[Problem, ...]:
@@ -156,6 +156,16 @@ def _store(settings: Settings) -> Iterator[Problem]:
             f"{store.lease_renew_s:g} s is not below store.lease_ttl_s ({store.lease_ttl_s:g} s), so running turns "
             "would lose their lease",
             f"less than {store.lease_ttl_s:g}; a third of it is good",
+        )
+
+
+def _ejection(settings: Settings) -> Iterator[Problem]:
+    given = settings.ejection
+    if given.max_s < given.base_s:
+        yield Problem(
+            ("ejection", "max_s"),
+            f"{given.max_s:g} s is below ejection.base_s ({given.base_s:g} s), the least that a replica is out",
+            f"{given.base_s:g} or more",
         )
 
 

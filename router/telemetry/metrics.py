@@ -73,6 +73,12 @@ class Metrics:
         )
         self._retries = Counter("roost_retries", "Turns tried on a further replica", ["fleet"], registry=r)
         self._blind = Counter("roost_blind_turns", "Turns placed without the store", ["fleet"], registry=r)
+        self._ejections = Counter(
+            "roost_ejections",
+            "Times a replica that served was taken out: its turns failed, or it is dead",
+            ["fleet", "replica", "why"],
+            registry=r,
+        )
         self._prompt = Counter(
             "roost_prompt_tokens", "Prompt tokens of settled turns", ["fleet", "replica"], registry=r
         )
@@ -142,6 +148,10 @@ class Metrics:
                 )
             case FleetSeen():
                 self._of(self._live_share, event.fleet).set(event.live_share)
+
+    def ejected(self, fleet: str, replica: str, why: str) -> None:
+        """A replica is out; `why` is "turns" or "dead"."""
+        self._of(self._ejections, fleet, replica, why).inc()
 
     def render(self) -> bytes:
         """The exposition of this process."""
