@@ -30,23 +30,22 @@ from router.api.gateway import Gateway, GatewayLimits
 from router.api.health import Health
 from router.api.server import ClientLimits, RelayServer
 from router.discovery import Probe, open_session
-from router.domain.errors import RoostError, StoreError, StoreForeign
+from router.domain.errors import RoostError
 from router.domain.turn import Facts
 from router.lifecycle.fleet import FleetRuntime, FleetSpec
 from router.lifecycle.fleets import Fleets
-from router.lifecycle.health import Ejection
 from router.lifecycle.leases import Leases
 from router.lifecycle.passage import Passages
 from router.lifecycle.placing import Limits
 from router.lifecycle.recent import Recent
 from router.lifecycle.turn import Turns
 from router.lifecycle.waiting import watch
-from router.lifecycle.watch import Outside
 from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules
 from router.ports import Clock, ResponseHead, Store
 from router.settings import Fleet, Settings
 from router.store.embedded import EmbeddedValkey
+from router.store.guarded import Guarded
 from router.store.memory import MemoryStore
 from router.store.redis import RedisStore
 from router.telemetry.events import Event
@@ -205,7 +204,7 @@ async def serve(
     called once both listeners accept. Raises StoreForeign.
     """
     clock = SystemClock()
-    store = _store(settings, clock, store_url)
+    store = Guarded(_store(settings, clock, store_url), clock)
     upstream = UpstreamClient(_upstream_limits(settings))
     metrics = Metrics()
     observer = _Observers(metrics, TurnLog())
@@ -213,9 +212,7 @@ async def serve(
     leases = Leases(store, settings.store.lease_ttl_s, settings.store.lease_renew_s)
     async with open_session() as probing:
         probe = Probe(probing)
-        outside = Outside(left=upstream.forget, ejected=metrics.ejected)
-        specs = [_spec(fleet, settings) for fleet in settings.fleets]
-        fleets = Fleets([FleetRuntime(spec, store, probe, clock, outside) for spec in specs])
+        fleets = Fleets([FleetRuntime(_spec(fleet), store, probe, clock) for fleet in settings.fleets])
         health = Health(fleets)
         turns = Turns(
             store=store,
@@ -254,7 +251,9 @@ async def serve(
         admin = Admin(fleets, store, recent, health, metrics.render)
         _tune_process()
         watching = watch(fleets, _tuning(settings), observer)
-        async with _running(store, fleets.run(), leases.run(), watching):
+        store.watch(metrics.store)
+        store.watch(turns.store_changed)
+        async with _running(store, store.run(), fleets.run(), leases.run(), turns.run(fleets), watching):
             try:
                 await _listen(settings, listeners, stop, gateway, admin, health, turns, announce)
             finally:
@@ -265,13 +264,8 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def _running(store: Store, *background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """The store opened and the background loops going."""
-    try:
-        await store.open()
-    except StoreForeign:
-        raise
-    except StoreError as error:
-        log.warning("the store does not answer yet, turns are placed without it: %s", error)
+    """The store opened and the background loops going. Raises StoreForeign."""
+    await store.open()
     async with contextlib.AsyncExitStack() as stack:
         for work in background:
             task = asyncio.create_task(work)
@@ -326,7 +320,7 @@ def _store(settings: Settings, clock: Clock, url: str | None) -> Store:
     return RedisStore(url, prefix=settings.store.prefix, timeout_s=settings.store.timeout_s)
 
 
-def _spec(fleet: Fleet, settings: Settings) -> FleetSpec:
+def _spec(fleet: Fleet) -> FleetSpec:
     return FleetSpec(
         name=fleet.name,
         models=fleet.models,
@@ -335,7 +329,6 @@ def _spec(fleet: Fleet, settings: Settings) -> FleetSpec:
         profile=fleet.profile.prior(),
         repairs=fleet.repairs,
         probe_interval_s=fleet.probe_interval_s,
-        ejection=Ejection(**settings.ejection.model_dump()),
         admission=fleet.admission,
     )
 

@@ -1,7 +1,8 @@
 """The admin API: replicas added, cordoned, drained and removed for all routers at once, and why turns went where they
 went.
 
-GET    /admin/replicas                  every fleet's replicas: standing, health, load, beliefs
+GET    /admin/replicas                  every fleet's replicas: standing, health, load, beliefs; while the store is away
+                                        `from_memory`: as this router last knew them, without loads and beliefs
 POST   /admin/replicas                  {"url": …, "fleet": …?} adds one
 DELETE /admin/replicas/{id}             removes one: no new turns; running streams finish
 POST   /admin/replicas/{id}/cordon      no new branches
@@ -24,7 +25,7 @@ from aiohttp import web
 from router.api.health import Health
 from router.domain.errors import StoreError
 from router.domain.replica import Standing
-from router.domain.shared import Ask, Member
+from router.domain.shared import Ask, Member, View
 from router.lifecycle.fleet import FleetRuntime, replica_id
 from router.lifecycle.fleets import Fleets
 from router.lifecycle.recent import Recent, explain
@@ -35,10 +36,7 @@ from router.upstream.wire import replica_root
 __all__ = ["Admin"]
 
 STANDINGS: Final = {"cordon": Standing.CORDONED, "drain": Standing.DRAINING, "undrain": Standing.SERVING}
-STAND_TRIES: Final = 10
 DECISIONS_LIMIT: Final = 50
-ID_MAX_BYTES: Final = 255
-"""Of a replica's id in the store (`router.store.codec.short`)."""
 _ADD_KEYS: Final = ("url", "fleet")
 _PATHS: Final = "/admin/replicas, /admin/decisions, /metrics, /livez, /readyz"
 
@@ -85,10 +83,14 @@ class Admin:
         return _json({"replicas": replicas})
 
     async def _described(self, fleet: FleetRuntime) -> list[dict[str, Any]]:
-        view = await self._store.fetch(fleet.name, Ask(session=None))
-        if view.membership_version != fleet.version:
-            await fleet.refresh()
-        snapshot = fleet.snapshot(view)
+        try:
+            view = await self._store.fetch(fleet.name, Ask(session=None))
+            if view.membership_version != fleet.version:
+                await fleet.refresh()
+            snapshot, from_memory = fleet.snapshot(view), False
+        except StoreError:
+            nothing = View(0.0, fleet.version, loads={}, incarnations={}, beliefs={})
+            snapshot, from_memory = fleet.snapshot(nothing, blind=True), True
         rates = asdict(rates_of(snapshot))
         sources = {member.id: member.source for member in fleet.members}
         return [
@@ -98,8 +100,7 @@ class Admin:
                 "fleet": fleet.name,
                 "source": sources.get(replica.id, ""),
                 "standing": replica.standing.value,
-                "healthy": replica.healthy and not replica.ejected,
-                "health": fleet.watch.described(replica.id),
+                "healthy": replica.healthy,
                 "incarnation": replica.incarnation,
                 "models": list(replica.models),
                 "joined_at_s": replica.joined_at_s,
@@ -109,6 +110,7 @@ class Admin:
                 "foreign_in_flight": replica.foreign_in_flight,
                 "rates": rates,
                 "problem": fleet.problems.get(replica.id),
+                "from_memory": from_memory,
             }
             for replica in snapshot.replicas
         ]
@@ -134,8 +136,6 @@ class Admin:
             known = ", ".join(each.name for each in self._fleets)
             return _problem(404, f"no fleet of that name; fleets: {known}")
         member = Member(replica_id(root), root, "admin")
-        if len(member.id.encode()) > ID_MAX_BYTES:
-            return _problem(400, f"url names a replica by more than {ID_MAX_BYTES} bytes")
         added = await self._store.put_member(fleet.name, member, only_if_absent=True)
         await fleet.refresh()
         return _json({"id": member.id, "fleet": fleet.name, "added": added}, status=201 if added else 200)
@@ -150,15 +150,14 @@ class Admin:
         return _json({"id": member.id, "fleet": fleet.name, "removed": removed})
 
     async def _stand(self, request: web.Request) -> web.Response:
+        found = await self._find(request.match_info["id"])
+        if found is None:
+            return _no_replica(request)
+        fleet, member = found
         standing = STANDINGS[request.match_info["standing"]]
-        for _ in range(STAND_TRIES):  # a probe may record what it found at the same moment
-            found = await self._find(request.match_info["id"])
-            if found is None:
-                return _no_replica(request)
-            fleet, member = found
-            if await fleet.put(replace(member, standing=standing), over=member):
-                return _json({"id": member.id, "fleet": fleet.name, "standing": standing.value})
-        return _problem(503, "the replica's record kept changing meanwhile; ask again")
+        await self._store.put_member(fleet.name, replace(member, standing=standing))
+        await fleet.refresh()
+        return _json({"id": member.id, "fleet": fleet.name, "standing": standing.value})
 
     async def _find(self, member_id: str) -> tuple[FleetRuntime, Member] | None:
         for fleet in self._fleets:

@@ -59,6 +59,12 @@ class Metrics:
             ["fleet", "replica", "dialect", "reason", "end"],
             registry=r,
         )
+        self._store = Gauge(
+            "roost_store_up",
+            "Whether the store can be used: 0 while it is away or another version's, for any worker",
+            registry=r,
+            multiprocess_mode="livemin",
+        )
         self._refused = Counter(
             "roost_requests_refused",
             "Requests that Roost itself answered with an error",
@@ -73,12 +79,6 @@ class Metrics:
         )
         self._retries = Counter("roost_retries", "Turns tried on a further replica", ["fleet"], registry=r)
         self._blind = Counter("roost_blind_turns", "Turns placed without the store", ["fleet"], registry=r)
-        self._ejections = Counter(
-            "roost_ejections",
-            "Times a replica that served was taken out: its turns failed, or it is dead",
-            ["fleet", "replica", "why"],
-            registry=r,
-        )
         self._prompt = Counter(
             "roost_prompt_tokens", "Prompt tokens of settled turns", ["fleet", "replica"], registry=r
         )
@@ -149,9 +149,9 @@ class Metrics:
             case FleetSeen():
                 self._of(self._live_share, event.fleet).set(event.live_share)
 
-    def ejected(self, fleet: str, replica: str, why: str) -> None:
-        """A replica is out; `why` is "turns" or "dead"."""
-        self._of(self._ejections, fleet, replica, why).inc()
+    def store(self, up: bool) -> None:
+        """The store is up, or not."""
+        self._store.set(up)
 
     def render(self) -> bytes:
         """The exposition of this process."""
