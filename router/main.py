@@ -34,12 +34,14 @@ from router.domain.errors import RoostError
 from router.domain.turn import Facts
 from router.lifecycle.fleet import FleetRuntime, FleetSpec
 from router.lifecycle.fleets import Fleets
+from router.lifecycle.health import Ejection
 from router.lifecycle.leases import Leases
 from router.lifecycle.passage import Passages
 from router.lifecycle.placing import Limits
 from router.lifecycle.recent import Recent
 from router.lifecycle.turn import Turns
 from router.lifecycle.waiting import watch
+from router.lifecycle.watch import Outside
 from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules
 from router.ports import Clock, ResponseHead, Store
@@ -212,7 +214,9 @@ async def serve(
     leases = Leases(store, settings.store.lease_ttl_s, settings.store.lease_renew_s)
     async with open_session() as probing:
         probe = Probe(probing)
-        fleets = Fleets([FleetRuntime(_spec(fleet), store, probe, clock) for fleet in settings.fleets])
+        outside = Outside(left=upstream.forget, ejected=metrics.ejected)
+        specs = [_spec(fleet, settings) for fleet in settings.fleets]
+        fleets = Fleets([FleetRuntime(spec, store, probe, clock, outside) for spec in specs])
         health = Health(fleets)
         turns = Turns(
             store=store,
@@ -320,7 +324,7 @@ def _store(settings: Settings, clock: Clock, url: str | None) -> Store:
     return RedisStore(url, prefix=settings.store.prefix, timeout_s=settings.store.timeout_s)
 
 
-def _spec(fleet: Fleet) -> FleetSpec:
+def _spec(fleet: Fleet, settings: Settings) -> FleetSpec:
     return FleetSpec(
         name=fleet.name,
         models=fleet.models,
@@ -329,6 +333,7 @@ def _spec(fleet: Fleet) -> FleetSpec:
         profile=fleet.profile.prior(),
         repairs=fleet.repairs,
         probe_interval_s=fleet.probe_interval_s,
+        ejection=Ejection(**settings.ejection.model_dump()),
         admission=fleet.admission,
     )
 

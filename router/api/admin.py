@@ -36,7 +36,10 @@ from router.upstream.wire import replica_root
 __all__ = ["Admin"]
 
 STANDINGS: Final = {"cordon": Standing.CORDONED, "drain": Standing.DRAINING, "undrain": Standing.SERVING}
+STAND_TRIES: Final = 10
 DECISIONS_LIMIT: Final = 50
+ID_MAX_BYTES: Final = 255
+"""Of a replica's id in the store (`router.store.codec.short`)."""
 _ADD_KEYS: Final = ("url", "fleet")
 _PATHS: Final = "/admin/replicas, /admin/decisions, /metrics, /livez, /readyz"
 
@@ -100,7 +103,8 @@ class Admin:
                 "fleet": fleet.name,
                 "source": sources.get(replica.id, ""),
                 "standing": replica.standing.value,
-                "healthy": replica.healthy,
+                "healthy": replica.healthy and not replica.ejected,
+                "health": fleet.watch.described(replica.id),
                 "incarnation": replica.incarnation,
                 "models": list(replica.models),
                 "joined_at_s": replica.joined_at_s,
@@ -136,6 +140,8 @@ class Admin:
             known = ", ".join(each.name for each in self._fleets)
             return _problem(404, f"no fleet of that name; fleets: {known}")
         member = Member(replica_id(root), root, "admin")
+        if len(member.id.encode()) > ID_MAX_BYTES:
+            return _problem(400, f"url names a replica by more than {ID_MAX_BYTES} bytes")
         added = await self._store.put_member(fleet.name, member, only_if_absent=True)
         await fleet.refresh()
         return _json({"id": member.id, "fleet": fleet.name, "added": added}, status=201 if added else 200)
@@ -150,14 +156,15 @@ class Admin:
         return _json({"id": member.id, "fleet": fleet.name, "removed": removed})
 
     async def _stand(self, request: web.Request) -> web.Response:
-        found = await self._find(request.match_info["id"])
-        if found is None:
-            return _no_replica(request)
-        fleet, member = found
         standing = STANDINGS[request.match_info["standing"]]
-        await self._store.put_member(fleet.name, replace(member, standing=standing))
-        await fleet.refresh()
-        return _json({"id": member.id, "fleet": fleet.name, "standing": standing.value})
+        for _ in range(STAND_TRIES):  # a probe may record what it found at the same moment
+            found = await self._find(request.match_info["id"])
+            if found is None:
+                return _no_replica(request)
+            fleet, member = found
+            if await fleet.put(replace(member, standing=standing), over=member):
+                return _json({"id": member.id, "fleet": fleet.name, "standing": standing.value})
+        return _problem(503, "the replica's record kept changing meanwhile; ask again")
 
     async def _find(self, member_id: str) -> tuple[FleetRuntime, Member] | None:
         for fleet in self._fleets:

@@ -79,6 +79,12 @@ class Metrics:
         )
         self._retries = Counter("roost_retries", "Turns tried on a further replica", ["fleet"], registry=r)
         self._blind = Counter("roost_blind_turns", "Turns placed without the store", ["fleet"], registry=r)
+        self._ejections = Counter(
+            "roost_ejections",
+            "Times a replica that served was taken out: its turns failed, or it is dead",
+            ["fleet", "replica", "why"],
+            registry=r,
+        )
         self._prompt = Counter(
             "roost_prompt_tokens", "Prompt tokens of settled turns", ["fleet", "replica"], registry=r
         )
@@ -152,6 +158,10 @@ class Metrics:
     def store(self, up: bool) -> None:
         """The store is up, or not."""
         self._store.set(up)
+
+    def ejected(self, fleet: str, replica: str, why: str) -> None:
+        """A replica is out; `why` is "turns" or "dead"."""
+        self._of(self._ejections, fleet, replica, why).inc()
 
     def render(self) -> bytes:
         """The exposition of this process."""
