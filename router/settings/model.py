@@ -139,7 +139,21 @@ class Store(Group):
     url: RedisUrl | None = Field(
         None,
         repr=False,
-        description="URL of the shared Redis or Valkey. None: there is no address that would be right everywhere.",
+        description="URL of the shared Redis or Valkey: one server, a master behind Sentinels, or a cluster. None: "
+        "there is no address that would be right everywhere.",
+    )
+    username: Text | None = Field(
+        None, description="User of the shared store. None: the one in the URL, or the server's default user."
+    )
+    password_file: Text | None = Field(
+        None,
+        description="File with the password of the shared store, read at every connection, so that a mounted secret "
+        "may be rotated. None: the one in the URL, or none.",
+    )
+    sentinel_password_file: Text | None = Field(
+        None,
+        description="The same for the Sentinels, whose user is `sentinel_username` in the URL. None: the one in the "
+        "URL, or none, as Sentinels have by default.",
     )
     prefix: KeyPrefix = Field(
         "roost", description="First part of every key. A name, so that one Redis can serve several installations."

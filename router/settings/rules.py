@@ -7,6 +7,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from router.settings.problems import Path, Problem
+from router.store.url import split_url
 
 if TYPE_CHECKING:
     from router.settings.model import Settings
@@ -144,6 +145,8 @@ def _store(settings: Settings) -> Iterator[Problem]:
             f"{store.kind} does not go with store.url, which names a shared store",
             "redis, or no URL",
         )
+    if store.kind == "redis" and store.url is not None:
+        yield from _login(store.url, store.password_file, store.sentinel_password_file)
     if store.kind == "memory" and settings.workers > 1:
         yield Problem(
             ("store", "kind"),
@@ -167,6 +170,18 @@ def _ejection(settings: Settings) -> Iterator[Problem]:
             f"{given.max_s:g} s is below ejection.base_s ({given.base_s:g} s), the least that a replica is out",
             f"{given.base_s:g} or more",
         )
+
+
+def _login(url: str, password_file: str | None, sentinel_password_file: str | None) -> Iterator[Problem]:
+    parts = split_url(url)
+    if password_file is not None and parts.has_password:
+        yield Problem(("store", "password_file"), "store.url has a password too", "a password in one place")
+    if sentinel_password_file is not None:
+        path = ("store", "sentinel_password_file")
+        if parts.kind != "sentinel":
+            yield Problem(path, "store.url names no Sentinels", "redis+sentinel://…, or no file")
+        elif parts.has_sentinel_password:
+            yield Problem(path, "store.url has that password too", "a password in one place")
 
 
 def _fleets(settings: Settings) -> Iterator[Problem]:

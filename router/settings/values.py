@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, SerializationInfo
 
+from router.store.url import split_url
 from router.upstream.wire import replica_root
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 # Up to the last @, wherever it stands: hiding too much is better than hiding half of a password with a slash in it.
 _USERINFO = re.compile(r"(?<=//)([^/@:]*):?.*@")
-_SECRET_QUERY = re.compile(r"(?<=[?&])((?:password|username)=)[^&#]*", re.IGNORECASE)
+_SECRET_QUERY = re.compile(r"(?<=[?&])(\w*(?:password|username)=)[^&#]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,7 @@ def _header(value: str) -> str:
 
 
 def _redis_url(value: str) -> str:
-    scheme, _, rest = value.partition("://")
-    if scheme not in {"redis", "rediss", "unix"} or not rest:
-        raise ValueError("is not a Redis URL")
+    split_url(value)
     return value
 
 
@@ -124,5 +123,9 @@ Secret = Annotated[
 RedisUrl = Annotated[
     str,
     AfterValidator(_redis_url),
-    Allowed("redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH", secret=True),
+    Allowed(
+        "redis://HOST:PORT/DB, unix:///PATH, redis+sentinel://HOST:PORT,…/MASTER or redis+cluster://HOST:PORT,…; "
+        "rediss for TLS",
+        secret=True,
+    ),
 ]

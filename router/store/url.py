@@ -62,6 +62,7 @@ class StoreUrl:
     sentinel: str = field(default="", repr=False)
     """Plain URL: how to speak with a Sentinel; its host means nothing."""
     has_password: bool = False
+    has_sentinel_password: bool = False
 
 
 def split_url(url: str) -> StoreUrl:
@@ -90,7 +91,7 @@ def split_url(url: str) -> StoreUrl:
     if kind == "sentinel" and (len(path) > 2 or not all(part.isdigit() for part in path[1:])):
         raise ValueError("names a database that is not a number")
     ours = {name: value for name, value in query.items() if name not in _SENTINEL_LOGIN}
-    theirs = {name.removeprefix("sentinel_"): query[name] for name in _SENTINEL_LOGIN & query.keys()}
+    theirs = {name.removeprefix("sentinel_"): query[name] for name in sorted(_SENTINEL_LOGIN & query.keys())}
     theirs |= {name: value for name, value in query.items() if name in _TLS}
     login, database = f"{userinfo}@" if userinfo else "", path[1] if len(path) > 1 else ""
     return StoreUrl(
@@ -100,6 +101,7 @@ def split_url(url: str) -> StoreUrl:
         path[0] if path else "",
         f"{plain}://host?{urlencode(theirs)}",
         has_password,
+        "sentinel_password" in query,
     )
 
 
@@ -112,9 +114,10 @@ def _query(parts: SplitResult, kind: Kind, plain: str) -> dict[str, str]:
     if kind == "sentinel":
         known |= _SENTINEL_LOGIN
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = sorted(given.keys() - known)
-    if unknown:
-        raise ValueError(f"has an option in its query that does not go with its kind: {unknown[0]}")
+    for name in given.keys() - known:
+        if name in _TLS | _SENTINEL_LOGIN:
+            raise ValueError(f"has the option {name}, which does not go with its scheme")
+        raise ValueError("has an option in its query that is not known (in a password, write %3F for '?')")
     if not given.get("db", "0").isdigit():
         raise ValueError("names a database that is not a number")
     return given

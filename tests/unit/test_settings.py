@@ -35,6 +35,10 @@ FLEET_KEYS = (
     "name, models, replicas, policy, profile, repairs, admission, probe_interval_s, "
     "replica_key_file, replica_key, client_credentials"
 )
+REDIS_URLS = (
+    "redis://HOST:PORT/DB, unix:///PATH, redis+sentinel://HOST:PORT,…/MASTER or redis+cluster://HOST:PORT,…; "
+    "rediss for TLS"
+)
 POLICIES = "roost, round_robin, least_inflight, rendezvous, bounded_load, session_sticky"
 
 
@@ -249,8 +253,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "store: {url: 'http://:secret@x'}",
-        "store.url: the value is not a Redis URL "
-        "(allowed: redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH; set by FILE)",
+        f"store.url: the value is not a Redis URL (allowed: {REDIS_URLS}; set by FILE)",
     ),
     (
         "store: {prefix: '{a}'}",
@@ -517,8 +520,7 @@ def test_a_wrong_variable_is_explained(name: str, raw: str, line: str) -> None:
         (Flags(policy="x"), f"fleets[0].policy: 'x' is not allowed (allowed: {POLICIES}; set by --policy)"),
         (
             Flags(redis="x"),
-            "store.url: the value is not a Redis URL "
-            "(allowed: redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH; set by --redis)",
+            f"store.url: the value is not a Redis URL (allowed: {REDIS_URLS}; set by --redis)",
         ),
         (
             Flags(store="memory", redis="redis://x"),
@@ -614,14 +616,57 @@ def test_a_keepalive_that_outlives_the_engines_is_a_caution() -> None:
         ("redis://:secret@h", "redis://:***@h"),
         ("redis://h:1/0?password=secret&db=1", "redis://h:1/0?password=***&db=1"),
         ("unix:///run/r.sock?db=1&password=secret", "unix:///run/r.sock?db=1&password=***"),
-        ("redis://u:se/cr@et@h", "redis://u:***@h"),
         ("redis://h:6379/0", "redis://h:6379/0"),
+        ("redis+sentinel://u:secret@h:1,i:2/m/0", "redis+sentinel://u:***@h:1,i:2/m/0"),
+        (
+            "redis+sentinel://h:1,i:2/m?sentinel_password=secret&sentinel_username=u",
+            "redis+sentinel://h:1,i:2/m?sentinel_password=***&sentinel_username=***",
+        ),
+        (
+            "rediss+cluster://h,i?ssl_keyfile=k&ssl_password=secret",
+            "rediss+cluster://h,i?ssl_keyfile=k&ssl_password=***",
+        ),
     ],
 )
 def test_passwords_are_masked(url: str, masked: str) -> None:
     assert mask_url(url) == masked
     assert effective(Settings(store=Store(url=url)))["store"]["url"] == masked
     assert "secret" not in repr(Settings(store=Store(url=url)))
+
+
+def test_a_password_that_makes_a_url_none_is_masked_too() -> None:
+    assert mask_url("redis://u:se/cr@et@h") == "redis://u:***@h"
+    told = _problems(None, {}, Flags(redis="redis://u:se/cr@et@h"))
+    assert told == [
+        "store.url: the value has a port that is not a number up to 65535 (in a password, write %2F for '/' and %40 "
+        f"for '@') (allowed: {REDIS_URLS}; set by --redis)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("store", "line"),
+    [
+        (
+            {"url": "redis://:x@h", "password_file": "/p"},
+            "store.password_file: store.url has a password too (allowed: a password in one place; set by FILE)",
+        ),
+        (
+            {"url": "redis://h", "sentinel_password_file": "/p"},
+            "store.sentinel_password_file: store.url names no Sentinels (allowed: redis+sentinel://…, or no file; "
+            "set by FILE)",
+        ),
+        (
+            {"url": "redis+sentinel://h/m?sentinel_password=x", "sentinel_password_file": "/p"},
+            "store.sentinel_password_file: store.url has that password too (allowed: a password in one place; "
+            "set by FILE)",
+        ),
+        ({"url": "redis+sentinel://h:1"}, f"store.url: the value names no master (allowed: {REDIS_URLS}; set by FILE)"),
+    ],
+)
+def test_a_store_with_a_password_in_two_places_or_no_master_is_explained(
+    file: Path, store: dict[str, str], line: str
+) -> None:
+    assert _problems(_write(file, yaml.safe_dump({"store": store}))) == [line]
 
 
 def test_what_is_shown_can_be_loaded_again(file: Path) -> None:
