@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import uvloop
@@ -321,7 +322,20 @@ def _store(settings: Settings, clock: Clock, url: str | None) -> Store:
     url = url or settings.store.url
     if settings.store.kind == "memory" or url is None:
         return MemoryStore(clock)
-    return RedisStore(url, prefix=settings.store.prefix, timeout_s=settings.store.timeout_s)
+    given = settings.store
+    shared = given.kind == "redis"  # else the embedded one, which nobody logs into
+    return RedisStore(
+        url,
+        prefix=given.prefix,
+        timeout_s=given.timeout_s,
+        username=given.username if shared else None,
+        password_file=_path(given.password_file) if shared else None,
+        sentinel_password_file=_path(given.sentinel_password_file) if shared else None,
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _spec(fleet: Fleet, settings: Settings) -> FleetSpec:
