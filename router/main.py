@@ -27,6 +27,7 @@ import uvloop
 from aiohttp import web
 
 from router.api.admin import Admin
+from router.api.bodies import Bodies, BodyLimits
 from router.api.gateway import Gateway, GatewayLimits
 from router.api.health import Health
 from router.api.server import ClientLimits, RelayServer
@@ -245,9 +246,9 @@ async def serve(
             passages=Passages(store, upstream, settings.limits.retries),
             identity=Identity(Rules(settings.identity.session_headers, settings.identity.session_fields)),
             health=health,
+            bodies=Bodies(_body_limits(settings)),
             observer=observer,
             limits=GatewayLimits(
-                settings.limits.body_max_bytes,
                 settings.limits.header_max_bytes,
                 tuple(agent.lower().encode() for agent in settings.limits.bare_abort_agents),
             ),
@@ -298,7 +299,7 @@ async def _listen(
     runner = web.AppRunner(admin.app(), access_log=None, shutdown_timeout=CUT_S)
     await runner.setup()
     await web.SockSite(runner, listeners.admin).start()
-    protocol = RelayServer(gateway.handle, ClientLimits())
+    protocol = RelayServer(gateway.handle, _client_limits(settings))
     server = await loop.create_server(protocol, sock=listeners.public, backlog=BACKLOG)
     announce()
     try:
@@ -361,6 +362,20 @@ def _tuning(settings: Settings) -> Tuning:
         crowd_half_life_s=given.crowd_half_life_s,
         expected_output_tokens=given.expected_output_tokens,
         ramp_s=given.ramp_s,
+    )
+
+
+def _client_limits(settings: Settings) -> ClientLimits:
+    return ClientLimits(head_s=settings.timeouts.client_head_s, connections_max=settings.limits.connections_max)
+
+
+def _body_limits(settings: Settings) -> BodyLimits:
+    return BodyLimits(
+        body_max_bytes=settings.limits.body_max_bytes,
+        total_max_bytes=settings.limits.bodies_max_bytes,
+        wait_s=settings.timeouts.body_wait_s,
+        idle_s=settings.timeouts.body_idle_s,
+        rate_min=settings.limits.body_rate_min,
     )
 
 

@@ -128,10 +128,10 @@ class Permits(Protocol):
 # --- the upstream ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardRequest:
     """A request as it goes to a replica. Header names and values are raw bytes, in order, hop-by-hop ones already
-    gone.
+    gone. Nothing of it changes, but that its body is forgotten once it will not be sent again.
     """
 
     method: str
@@ -141,6 +141,14 @@ class ForwardRequest:
     body: bytes
     has_body: bool = True
     """Whether a Content-Length is to be sent (a GET without one stays without)."""
+    on_sent: Callable[[], None] | None = None
+    """Called when the body is forgotten."""
+
+    def forget_body(self) -> None:
+        """It will not be sent again: a stream of minutes should not hold megabytes that nobody reads."""
+        self.body = b""
+        if self.on_sent is not None:
+            self.on_sent()
 
 
 @dataclass(frozen=True, slots=True)

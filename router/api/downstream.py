@@ -1,6 +1,5 @@
-"""A request's body, and the reply that is written straight to the client's transport.
+"""The reply that is written straight to the client's transport.
 
-    body = await read_body(request, max_bytes)
     exchange = await upstream.send(…)
     down = Downstream(request)
     down.start(exchange.head, extra)         head, framed for this client
@@ -22,15 +21,14 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Final, cast
 
-from aiohttp import StreamReader, web
+from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from router.api.server import ClientConnection, Flow
-from router.domain.errors import MalformedRequest, RequestTooLarge
 from router.ports import ResponseHead
 from router.upstream.wire import Header, forward_response_headers, has_no_body, response_head
 
-__all__ = ["Downstream", "read_body"]
+__all__ = ["Downstream"]
 
 
 class _Framing(Enum):
@@ -172,65 +170,3 @@ class Downstream:
         transport = self._connection.transport
         if transport is not None and not transport.is_closing():
             transport.write(data)
-
-
-async def read_body(request: web.BaseRequest, max_bytes: int, stall_s: float = 60.0) -> bytes:
-    """The whole body, as it was sent (still compressed if it was).
-
-    Raises `RequestTooLarge` beyond `max_bytes` (at once where the length is announced: nothing is read then), and
-    `MalformedRequest` where its framing is broken or no byte comes for `stall_s`.
-    """
-    length = request.content_length
-    if length is not None and length > max_bytes:
-        raise RequestTooLarge(f"the body has {length} bytes, more than {max_bytes}")
-    content = request.content
-    try:
-        if not content.is_eof():
-            _ask_for_body(request)
-            if length is None:
-                return await _read_unannounced(content, max_bytes, stall_s)
-            # All of it may wait in the reader: one wake-up at its end instead of one per read. What came before this
-            # may have paused reading already, and only taking it out resumes that (aiohttp 3.14.5 `StreamReader`).
-            content.set_read_chunk_size(length)
-            begun = content.read_nowait()
-            await _until_eof(content, stall_s)
-            rest = content.read_nowait()
-            return begun + rest if begun else rest
-        return content.read_nowait()
-    except TimeoutError:
-        raise MalformedRequest("the body stopped coming") from None
-    except web.RequestPayloadError as error:
-        raise MalformedRequest("the body's framing is broken") from error
-
-
-def _ask_for_body(request: web.BaseRequest) -> None:
-    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
-        transport = request.transport
-        if transport is not None:
-            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-async def _until_eof(content: StreamReader, stall_s: float) -> None:
-    """Wait for the last byte; `TimeoutError` when none comes for `stall_s`."""
-    while True:
-        seen_bytes = content.total_bytes
-        try:
-            async with asyncio.timeout(stall_s):
-                return await content.wait_eof()
-        except TimeoutError:
-            if content.total_bytes == seen_bytes:
-                raise
-
-
-async def _read_unannounced(content: StreamReader, max_bytes: int, stall_s: float) -> bytes:
-    pieces: list[bytes] = []
-    size_bytes = 0
-    while True:
-        async with asyncio.timeout(stall_s):
-            piece = await content.readany()
-        if not piece:
-            return b"".join(pieces)
-        size_bytes += len(piece)
-        if size_bytes > max_bytes:
-            raise RequestTooLarge(f"the body has more than {max_bytes} bytes")
-        pieces.append(piece)

@@ -11,7 +11,8 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from router.api.downstream import Downstream, read_body
+from router.api.bodies import Bodies, HeldBody
+from router.api.downstream import Downstream
 from router.api.errors import error_frame, render
 from router.api.head_rules import fewer_hops, hops_left, path_of
 from router.api.health import Health
@@ -44,7 +45,6 @@ _REPAIRED: Final = REPAIRED_HEADER.encode()
 class GatewayLimits:
     """What is refused at the door."""
 
-    body_max_bytes: int
     header_max_bytes: int
     bare_abort_agents: tuple[bytes, ...]
     """User-Agent prefixes, lower case: a stream that breaks under them is aborted without an error event."""
@@ -75,6 +75,7 @@ class Gateway:
         passages: Passages,
         identity: Identity,
         health: Health,
+        bodies: Bodies,
         observer: Observer,
         limits: GatewayLimits,
         now_s: Callable[[], float],
@@ -84,6 +85,7 @@ class Gateway:
         self._passages = passages
         self._identity = identity
         self._health = health
+        self._bodies = bodies
         self._observer = observer
         self._limits = limits
         self._now_s = now_s
@@ -107,22 +109,30 @@ class Gateway:
         size = sum(len(name) + len(value) + 4 for name, value in read.raw_headers)
         if size > self._limits.header_max_bytes:
             raise HeadersTooLarge(f"the headers have {size} bytes, more than {self._limits.header_max_bytes}")
-        body = await read_body(request, self._limits.body_max_bytes)
+        held = await self._bodies.read(request)
+        try:
+            await self._forward(request, read, held)
+        finally:
+            held.let_go()
+        return read.down.response
+
+    async def _forward(self, request: web.BaseRequest, read: _Request, held: HeldBody) -> None:
         dialect = turn_dialect(read.method, read.path)
         encoded = read.headers.get(b"content-encoding", b"identity").lower() != b"identity"
-        facts = self._identity.facts(dialect, read.headers, body, encoded=encoded)
+        facts = self._identity.facts(dialect, read.headers, held.data, encoded=encoded)
         if dialect is Dialect.OTHER:
-            await self._pass(read, facts, body, has_body=request.body_exists or request.content_length is not None)
+            await self._pass(read, facts, held, has_body=request.body_exists or request.content_length is not None)
         else:
             fleet = self._fleets.serving(facts.model)
             read.fleet = fleet.name
-            await self._turn(read, facts, fleet, body)
-        return read.down.response
+            await self._turn(read, facts, fleet, held)
 
-    async def _turn(self, read: _Request, facts: Facts, fleet: FleetRuntime, body: bytes) -> None:
+    async def _turn(self, read: _Request, facts: Facts, fleet: FleetRuntime, held: HeldBody) -> None:
         if fleet.spec.repairs:
-            body, read.repaired = repair(fleet.spec.repairs, facts.dialect, body)
-        forward = ForwardRequest(read.method, read.target, forward_request_headers(read.raw_headers, read.via), body)
+            held.data, read.repaired = repair(fleet.spec.repairs, facts.dialect, held.data)
+        headers = forward_request_headers(read.raw_headers, read.via)
+        forward = ForwardRequest(read.method, read.target, headers, held.data, on_sent=held.let_go)
+        held.data = b""  # it is the forward's now, which forgets it once it will not be sent again
 
         def label(placed: Placed, turn: Turn) -> Sequence[Header]:
             headers = [
@@ -152,9 +162,10 @@ class Gateway:
         """
         return not read.headers.get(b"user-agent", b"").lower().startswith(self._limits.bare_abort_agents)
 
-    async def _pass(self, read: _Request, facts: Facts, body: bytes, *, has_body: bool) -> None:
+    async def _pass(self, read: _Request, facts: Facts, held: HeldBody, *, has_body: bool) -> None:
         headers = fewer_hops(read.method, forward_request_headers(read.raw_headers, read.via))
-        forward = ForwardRequest(read.method, read.target, headers, body, has_body)
+        forward = ForwardRequest(read.method, read.target, headers, held.data, has_body, on_sent=held.let_go)
+        held.data = b""
         fleets = tuple(self._fleets)
         try:
             if read.path in BROADCAST:

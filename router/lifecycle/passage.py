@@ -64,6 +64,7 @@ class Passages:
                 if exchange is None:
                     tried.add(member.id)
                     continue
+                forward.forget_body()  # it was answered: nobody else is asked
                 reason = Reason.STORED if holds else Reason.PASS
                 await relay(exchange, member.id, reason, down)
                 return

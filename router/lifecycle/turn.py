@@ -194,7 +194,7 @@ class Turns:
                     return next_place
             end = End.UPSTREAM_BROKEN
             try:
-                await self._relay(held, facts, exchange, passage, client, attempts)
+                await self._relay(held, facts, forward, exchange, passage, client, attempts)
             except QueueFullError:
                 end = End.UPSTREAM_ERROR
                 next_place = await self._elsewhere(held, facts, attempts, "busy")
@@ -226,6 +226,7 @@ class Turns:
         self,
         held: Held,
         facts: Facts,
+        forward: ForwardRequest,
         exchange: Exchange,
         passage: _Passage,
         client: _Client,
@@ -235,7 +236,12 @@ class Turns:
         passage.reader = self._reader_for(facts, head)
         client.reading(passage.reader)
         placed, turn = held.record.placed, held.record.turn
-        opening = Opening(down, exchange, passage.reader, lambda: down.start(head, client.label(placed, turn)))
+
+        def begin() -> None:
+            down.start(head, client.label(placed, turn))
+            forward.forget_body()  # no other replica can be tried any more
+
+        opening = Opening(down, exchange, passage.reader, begin)
         if self._refusal_s > 0 and facts.stream and head.status == OK_STATUS and self._another(held, attempts):
             opening.wait(self._refusal_s)
         else:

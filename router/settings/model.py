@@ -344,6 +344,21 @@ class Limits(Group):
     body_max_bytes: Count = Field(
         128 * 1024 * 1024, description="Largest request body in bytes. 128 MiB: long contexts with images fit."
     )
+    bodies_max_bytes: Count = Field(
+        1024 * 1024 * 1024,
+        description="Bytes of request bodies that one worker holds at once. 1 GiB: eight of the largest or thousands "
+        "of usual ones. Further requests wait, unread, and are told 503 with Retry-After in the end.",
+    )
+    body_rate_min: Share = Field(
+        1024.0,
+        description="Bytes per second that a request body must bring, over each `timeouts.body_idle_s`; else 408. 1024: "
+        "slower than any line that an agent works over, and a body cannot be held open for days.",
+    )
+    connections_max: Count = Field(
+        8192,
+        description="Client connections that one worker keeps open; further ones are told 503. 8192: far more than a "
+        "worker can serve turns to, and idle ones cost some kB each. The limit of open files must be beyond twice that.",
+    )
     header_max_bytes: Count = Field(
         32 * 1024,
         description="Largest request head in bytes. 32 KiB: harnesses send up to some kB, Codex more with each "
@@ -410,6 +425,20 @@ class Timeouts(Group):
     keepalive_s: Seconds = Field(
         4.0,
         description="Seconds an idle connection to a replica is kept. 4: below the 5 s after which SGLang closes it.",
+    )
+    client_head_s: Seconds = Field(
+        20.0,
+        description="Seconds from the first byte of a client's connection to the end of its request's head; else 408. "
+        "20: heads are sent in one piece, so only a broken or hostile client takes longer.",
+    )
+    body_idle_s: Seconds = Field(
+        30.0,
+        description="Seconds a request body may be silent; else 408. 30: agents send what they have in memory.",
+    )
+    body_wait_s: Seconds = Field(
+        10.0,
+        description="Seconds a request waits for room under `limits.bodies_max_bytes` before it is told 503. 10: room "
+        "is free again when a turn's answer begins, and what lasts longer is overload.",
     )
     refusal_s: Share = Field(
         0.25,

@@ -45,7 +45,14 @@ def follow_url(store: Any) -> Any:
 
 def contradictions(settings: Settings) -> tuple[Problem, ...]:
     """All of them, in the order of the settings."""
-    return (*_listeners(settings), *_auth(settings), *_store(settings), *_fleets(settings), *_ejection(settings))
+    return (
+        *_listeners(settings),
+        *_limits(settings),
+        *_auth(settings),
+        *_store(settings),
+        *_fleets(settings),
+        *_ejection(settings),
+    )
 
 
 def cautions(settings: Settings) -> tuple[Problem, ...]:
@@ -182,6 +189,17 @@ def _login(url: str, password_file: str | None, sentinel_password_file: str | No
             yield Problem(path, "store.url names no Sentinels", "redis+sentinel://…, or no file")
         elif parts.has_sentinel_password:
             yield Problem(path, "store.url has that password too", "a password in one place")
+
+
+def _limits(settings: Settings) -> Iterator[Problem]:
+    limits = settings.limits
+    if limits.bodies_max_bytes < limits.body_max_bytes:
+        yield Problem(
+            ("limits", "bodies_max_bytes"),
+            f"{limits.bodies_max_bytes} is below limits.body_max_bytes ({limits.body_max_bytes}), so the largest body "
+            "would wait for room that never comes",
+            f"at least {limits.body_max_bytes}",
+        )
 
 
 def _fleets(settings: Settings) -> Iterator[Problem]:

@@ -13,7 +13,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.api.downstream import Downstream, read_body
+from router.api.bodies import Bodies, BodyLimits
+from router.api.downstream import Downstream
 from router.api.server import ClientLimits, RelayServer
 from router.domain.errors import RequestError, UpstreamError
 from router.ports import ForwardRequest
@@ -143,7 +144,8 @@ class Relay:
 
     async def turn(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
-            body = await read_body(request, self.body_max_bytes, stall_s=PATIENCE_S)
+            limits = BodyLimits(self.body_max_bytes, idle_s=PATIENCE_S, rate_min=0.0)
+            body = (await Bodies(limits).read(request)).data
         except RequestError as error:
             self.outcomes.put_nowait(error)
             return web.Response(status=error.status, text=error.code)

@@ -9,7 +9,8 @@ import socket
 
 from aiohttp import web
 
-from router.api.downstream import Downstream, read_body
+from router.api.bodies import Bodies, BodyLimits
+from router.api.downstream import Downstream
 from tests.integration.relay_rig import (
     LAST_CHUNK,
     PATIENCE_S,
@@ -151,7 +152,7 @@ async def test_a_slow_client_slows_the_replica() -> None:
         await talk.until_closed()
 
     async def handle(relay: Relay, request: web.BaseRequest) -> web.StreamResponse:
-        body = await read_body(request, 100)
+        body = (await Bodies(BodyLimits(100)).read(request)).data
         exchange = await relay.upstream.send(relay.url, forward(request, body))
         down = Downstream(request)
         pause = exchange.pause
