@@ -54,6 +54,10 @@ class FleetSpec:
     """Live tokens per token of KV room up to which new sessions are let in at once; 0: no limit."""
     probe_interval_s: float = 1.0
     ejection: Ejection = field(default_factory=Ejection)
+    replica_key: bytes | None = field(default=None, repr=False)
+    """The key that replicas ask for; requests carry it in place of the client's."""
+    passes_credentials: bool = False
+    """Whether the client's own key reaches replicas."""
 
 
 def replica_id(url: str) -> str:
@@ -180,10 +184,10 @@ class FleetRuntime:
     def _start_probes(self) -> None:
         present = {member.id: member for member in self.members if member.source != "report"}
         # A loop has ended where its member was away for a moment, removed and added again.
-        ended = {member_id for member_id, task in self._probes.items() if task.done()}
-        for member_id in (self._probes.keys() - present.keys()) | ended:
+        over = [member_id for member_id, task in self._probes.items() if task.done() or member_id not in present]
+        for member_id in over:
             self._probes.pop(member_id).cancel()
-        for member_id in present.keys() - self._probes.keys():
+        for member_id in [member_id for member_id in present if member_id not in self._probes]:
             self._probes[member_id] = asyncio.create_task(self._probe_loop(member_id), name=f"probe {member_id}")
 
     async def _probe_loop(self, member_id: str) -> None:

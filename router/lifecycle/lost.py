@@ -19,7 +19,8 @@ class Waiters:
     """What waits for a replica's bytes, by replica."""
 
     def __init__(self) -> None:
-        self._by_replica: dict[str, set[asyncio.Timeout]] = {}
+        # Dicts for their order: a set's depends on addresses, and a run in virtual time could not be repeated.
+        self._by_replica: dict[str, dict[asyncio.Timeout, None]] = {}
 
     @asynccontextmanager
     async def waiting(self, replica: str) -> AsyncIterator[None]:
@@ -27,14 +28,14 @@ class Waiters:
         `give_up` is called.
         """
         patience = asyncio.timeout(None)
-        here = self._by_replica.setdefault(replica, set())
+        here = self._by_replica.setdefault(replica, {})
         try:
             async with patience:
-                here.add(patience)
+                here[patience] = None
                 try:
                     yield
                 finally:
-                    here.discard(patience)
+                    here.pop(patience, None)
         except TimeoutError:
             if not patience.expired():
                 raise
@@ -45,7 +46,7 @@ class Waiters:
 
     def give_up(self, replica: str) -> int:
         """End the waiting there; returns how many waited."""
-        waiting = self._by_replica.pop(replica, set())
+        waiting = self._by_replica.pop(replica, {})
         now_s = asyncio.get_running_loop().time()
         for patience in waiting:
             patience.reschedule(now_s)
