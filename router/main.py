@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvloop
-from aiohttp import web
+from aiohttp import ClientSession, web
+from pydantic import SecretStr
 
+from router.api.access import Access
 from router.api.admin import Admin
-from router.api.bodies import Bodies, BodyLimits
+from router.api.door import Door
 from router.api.gateway import Gateway, GatewayLimits
 from router.api.health import Health
+from router.api.keys import KeysFile
 from router.api.server import ClientLimits, RelayServer
 from router.discovery import Probe, open_session
 from router.domain.errors import RoostError
@@ -42,15 +45,18 @@ from router.lifecycle.passage import Passages
 from router.lifecycle.placing import Limits
 from router.lifecycle.recent import Recent
 from router.lifecycle.turn import Turns
+from router.lifecycle.turnstile import Turnstile
 from router.lifecycle.waiting import watch
 from router.lifecycle.watch import Outside
 from router.placement.cost import Tuning
 from router.placement.identity import Identity, Rules
-from router.ports import Clock, ResponseHead, Store
-from router.settings import Fleet, Settings
+from router.ports import Clock, Permits, ResponseHead, Store
+from router.secret import read_secrets
+from router.settings import Auth, Fleet, Settings
 from router.store.embedded import EmbeddedValkey
 from router.store.guarded import Guarded
 from router.store.memory import MemoryStore
+from router.store.permits import MemoryPermits, RedisPermits
 from router.store.redis import RedisStore
 from router.telemetry.events import Event
 from router.telemetry.logs import TurnLog, configure
@@ -59,7 +65,7 @@ from router.upstream.body import Reader
 from router.upstream.client import UpstreamClient, UpstreamLimits
 from router.upstream.sse import reader_for
 
-__all__ = ["CUT_S", "EXIT_FAILED", "EXIT_OK", "Listeners", "announcer", "bind", "bound", "run", "serve"]
+__all__ = ["CUT_S", "EXIT_FAILED", "EXIT_OK", "Listeners", "admin_door", "announcer", "bind", "bound", "run", "serve"]
 
 log = logging.getLogger("roost")
 
@@ -208,17 +214,25 @@ async def serve(
     called once both listeners accept. Raises StoreForeign.
     """
     clock = SystemClock()
-    store = Guarded(_store(settings, clock, store_url), clock)
+    keys = _keys(settings)
+    shared = _store(settings, clock, store_url)
+    store = Guarded(shared, clock)
     upstream = UpstreamClient(_upstream_limits(settings))
     metrics = Metrics()
     observer = _Observers(metrics, TurnLog())
     recent = Recent(settings.placement.decisions_kept)
     leases = Leases(store, settings.store.lease_ttl_s, settings.store.lease_renew_s)
+    turnstile = Turnstile(
+        _permits(shared, settings, clock),
+        clock,
+        _new_id,
+        ttl_s=settings.store.lease_ttl_s,
+        renew_s=settings.store.lease_renew_s,
+    )
     async with open_session() as probing:
-        probe = Probe(probing)
         outside = Outside(left=upstream.forget, ejected=metrics.ejected)
         specs = [_spec(fleet, settings) for fleet in settings.fleets]
-        fleets = Fleets([FleetRuntime(spec, store, probe, clock, outside) for spec in specs])
+        fleets = Fleets([FleetRuntime(spec, store, _probe(spec, probing), clock, outside) for spec in specs])
         health = Health(fleets)
         turns = Turns(
             store=store,
@@ -228,7 +242,7 @@ async def serve(
             recent=recent,
             observer=observer,
             reader_for=_reader_for,
-            new_id=lambda: os.urandom(12).hex(),
+            new_id=_new_id,
             tuning=_tuning(settings),
             limits=Limits(
                 attempts=settings.placement.attempts,
@@ -245,10 +259,11 @@ async def serve(
             turns=turns,
             passages=Passages(store, upstream, settings.limits.retries),
             identity=Identity(Rules(settings.identity.session_headers, settings.identity.session_fields)),
+            access=Access(keys, turnstile, engine_paths=settings.auth.engine_paths == "pass"),
             health=health,
-            bodies=Bodies(_body_limits(settings)),
             observer=observer,
             limits=GatewayLimits(
+                settings.limits.body_max_bytes,
                 settings.limits.header_max_bytes,
                 tuple(agent.lower().encode() for agent in settings.limits.bare_abort_agents),
             ),
@@ -257,13 +272,15 @@ async def serve(
         admin = Admin(fleets, store, recent, health, metrics.render)
         _tune_process()
         watching = watch(fleets, _tuning(settings), observer)
+        watches = (turnstile.run(), keys.run()) if keys is not None else ()
         store.watch(metrics.store)
         store.watch(turns.store_changed)
-        async with _running(store, store.run(), fleets.run(), leases.run(), turns.run(fleets), watching):
+        async with _running(store, store.run(), fleets.run(), leases.run(), turns.run(fleets), watching, *watches):
             try:
                 await _listen(settings, listeners, stop, gateway, admin, health, turns, announce)
             finally:
                 await turns.drained()
+                await turnstile.drained()
                 await upstream.close()
     await store.close()
 
@@ -296,10 +313,12 @@ async def _listen(
     announce: Callable[[], None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    runner = web.AppRunner(admin.app(), access_log=None, shutdown_timeout=CUT_S)
+    # Workers serve theirs on Unix sockets in a private folder; the supervisor keeps the door for all.
+    door = admin_door(settings) if listeners.admin.family != socket.AF_UNIX else None
+    runner = web.AppRunner(admin.app(door), access_log=None, shutdown_timeout=CUT_S)
     await runner.setup()
     await web.SockSite(runner, listeners.admin).start()
-    protocol = RelayServer(gateway.handle, _client_limits(settings))
+    protocol = RelayServer(gateway.handle, ClientLimits())
     server = await loop.create_server(protocol, sock=listeners.public, backlog=BACKLOG)
     announce()
     try:
@@ -317,6 +336,46 @@ async def _listen(
         server.close()
         await protocol.shutdown(timeout=CUT_S)
         await runner.cleanup()
+
+
+def admin_door(settings: Settings) -> Door:
+    """Who may come in at the admin listener. Raises OSError where a file of tokens cannot be used."""
+    given = settings.admin
+    own_names = None if given.unprotected else frozenset({"localhost", given.host.lower()})
+    return Door(
+        _secrets("admin.read_token_file", given.read_token, given.read_token_file),
+        _secrets("admin.write_token_file", given.write_token, given.write_token_file),
+        own_names=own_names,
+    )
+
+
+def _secrets(key: str, value: SecretStr | None, file: str | None) -> tuple[str, ...]:
+    if value is not None:
+        return (value.get_secret_value(),)
+    return read_secrets(key, file) if file is not None else ()
+
+
+def _replica_key(fleet: Fleet, auth: Auth) -> bytes | None:
+    """The key of a fleet's replicas: its own, else that of all. Of several in a file the first."""
+    found = _secrets(f"fleets, {fleet.name}: replica_key_file", fleet.replica_key, fleet.replica_key_file)
+    found = found or _secrets("auth.replica_key_file", auth.replica_key, auth.replica_key_file)
+    return found[0].encode() if found else None
+
+
+def _probe(spec: FleetSpec, session: ClientSession) -> Probe:
+    return Probe(session, api_key=spec.replica_key.decode() if spec.replica_key is not None else None)
+
+
+def _keys(settings: Settings) -> KeysFile | None:
+    return KeysFile(Path(settings.auth.keys_file)) if settings.auth.keys_file is not None else None
+
+
+def _permits(store: Store, settings: Settings, clock: Clock) -> Permits:
+    return RedisPermits(store, settings.store.prefix) if isinstance(store, RedisStore) else MemoryPermits(clock)
+
+
+def _new_id() -> str:
+    return os.urandom(12).hex()
 
 
 def _store(settings: Settings, clock: Clock, url: str | None) -> Store:
@@ -348,6 +407,8 @@ def _spec(fleet: Fleet, settings: Settings) -> FleetSpec:
         profile=fleet.profile.prior(),
         repairs=fleet.repairs,
         probe_interval_s=fleet.probe_interval_s,
+        replica_key=_replica_key(fleet, settings.auth),
+        passes_credentials=(fleet.client_credentials or settings.auth.client_credentials) == "pass",
         ejection=Ejection(**settings.ejection.model_dump()),
         admission=fleet.admission,
     )
@@ -362,20 +423,6 @@ def _tuning(settings: Settings) -> Tuning:
         crowd_half_life_s=given.crowd_half_life_s,
         expected_output_tokens=given.expected_output_tokens,
         ramp_s=given.ramp_s,
-    )
-
-
-def _client_limits(settings: Settings) -> ClientLimits:
-    return ClientLimits(head_s=settings.timeouts.client_head_s, connections_max=settings.limits.connections_max)
-
-
-def _body_limits(settings: Settings) -> BodyLimits:
-    return BodyLimits(
-        body_max_bytes=settings.limits.body_max_bytes,
-        total_max_bytes=settings.limits.bodies_max_bytes,
-        wait_s=settings.timeouts.body_wait_s,
-        idle_s=settings.timeouts.body_idle_s,
-        rate_min=settings.limits.body_rate_min,
     )
 
 

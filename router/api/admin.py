@@ -11,6 +11,8 @@ POST   /admin/replicas/{id}/undrain     serving again, from either
 GET    /admin/decisions?limit=&replica=&session=   the last decisions, newest first; a session by the beginning of its
                                         key, or as `x-roost-session` names it
 GET    /metrics · /livez · /readyz
+
+Who may ask what: `router.api.door`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from router.api.door import Door
 from router.api.health import Health
 from router.domain.errors import StoreError
 from router.domain.replica import Standing
@@ -56,9 +59,9 @@ class Admin:
         self._health = health
         self._metrics = metrics
 
-    def app(self) -> web.Application:
-        """The application for the admin listener."""
-        app = web.Application(middlewares=[_plainly])
+    def app(self, door: Door | None = None) -> web.Application:
+        """The application for the admin listener, behind `door` where it has one."""
+        app = web.Application(middlewares=[_plainly] if door is None else [door.middleware(), _plainly])
         app.add_routes(
             [
                 web.get("/livez", self._probe),

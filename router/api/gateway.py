@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from router.api.bodies import Bodies, HeldBody
-from router.api.downstream import Downstream
+from router.api.access import Access
+from router.api.downstream import Downstream, read_body
 from router.api.errors import error_frame, render
 from router.api.head_rules import fewer_hops, hops_left, path_of
 from router.api.health import Health
@@ -20,7 +20,17 @@ from router.api.paths import BROADCAST, error_dialect, stored_response, turn_dia
 from router.api.repair import repair
 from router.contract import REASON_HEADER, REPAIRED_HEADER, REPLICA_HEADER, SESSION_HEADER
 from router.domain.decision import Placed
-from router.domain.errors import HeadersTooLarge, RoostError, StoreError, UnknownModel, UpstreamError
+from router.domain.errors import (
+    HeadersTooLarge,
+    RequestError,
+    RoostError,
+    StoreError,
+    UnknownModel,
+    UnknownResponse,
+    UpstreamError,
+)
+from router.domain.session import Binding
+from router.domain.tenant import Tenant
 from router.domain.turn import Dialect, Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.fleets import Fleets
@@ -29,7 +39,7 @@ from router.lifecycle.turn import Turns
 from router.placement.identity import Identity, session_token
 from router.ports import BodyReader, ForwardRequest
 from router.telemetry.events import Observer, TurnRefused
-from router.upstream.wire import Header, forward_request_headers, via_of
+from router.upstream.wire import Header, forward_request_headers, via_of, with_credentials
 
 __all__ = ["Gateway", "GatewayLimits"]
 
@@ -45,6 +55,7 @@ _REPAIRED: Final = REPAIRED_HEADER.encode()
 class GatewayLimits:
     """What is refused at the door."""
 
+    body_max_bytes: int
     header_max_bytes: int
     bare_abort_agents: tuple[bytes, ...]
     """User-Agent prefixes, lower case: a stream that breaks under them is aborted without an error event."""
@@ -61,6 +72,7 @@ class _Request:
     headers: dict[bytes, bytes]
     down: Downstream
     via: bytes
+    tenant: Tenant | None = None
     fleet: str = ""
     repaired: tuple[str, ...] = field(default=())
 
@@ -74,8 +86,8 @@ class Gateway:
         turns: Turns,
         passages: Passages,
         identity: Identity,
+        access: Access,
         health: Health,
-        bodies: Bodies,
         observer: Observer,
         limits: GatewayLimits,
         now_s: Callable[[], float],
@@ -84,8 +96,8 @@ class Gateway:
         self._turns = turns
         self._passages = passages
         self._identity = identity
+        self._access = access
         self._health = health
-        self._bodies = bodies
         self._observer = observer
         self._limits = limits
         self._now_s = now_s
@@ -93,46 +105,56 @@ class Gateway:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request. Whatever Roost itself has to say comes in the dialect of the path."""
         read = _read(request)
-        own = self._health.answer(read.method, read.path) or self._models(read)
+        own = self._health.answer(read.method, read.path)
         if own is not None:
             return own
-        if hops_left(read.method, read.headers) == 0:
-            return web.Response(status=204)
         try:
+            # Before anything is read: strangers must not fill memory with bodies.
+            read.tenant = self._access.admit(read.method, read.path, read.raw_headers)
+            if (own := self._models(read)) is not None:
+                return own
+            if hops_left(read.method, read.headers) == 0:
+                return web.Response(status=204)
             return await self._serve(request, read)
         except RoostError as error:
             self._observer.emit(TurnRefused(read.fleet, error_dialect(read.path).value, error.code))
-            log.info("%s %s: %s", read.method, error_dialect(read.path).value, error)
+            # What a client did wrong is told to the client: the log must not hold what it wrote.
+            why = error.code if isinstance(error, RequestError) else error
+            log.info("%s %s: %s", read.method, error_dialect(read.path).value, why)
             return _refuse(error, read)
 
     async def _serve(self, request: web.BaseRequest, read: _Request) -> web.StreamResponse:
         size = sum(len(name) + len(value) + 4 for name, value in read.raw_headers)
         if size > self._limits.header_max_bytes:
             raise HeadersTooLarge(f"the headers have {size} bytes, more than {self._limits.header_max_bytes}")
-        held = await self._bodies.read(request)
-        try:
-            await self._forward(request, read, held)
-        finally:
-            held.let_go()
-        return read.down.response
-
-    async def _forward(self, request: web.BaseRequest, read: _Request, held: HeldBody) -> None:
+        body = await read_body(request, self._limits.body_max_bytes)
         dialect = turn_dialect(read.method, read.path)
         encoded = read.headers.get(b"content-encoding", b"identity").lower() != b"identity"
-        facts = self._identity.facts(dialect, read.headers, held.data, encoded=encoded)
-        if dialect is Dialect.OTHER:
-            await self._pass(read, facts, held, has_body=request.body_exists or request.content_length is not None)
-        else:
-            fleet = self._fleets.serving(facts.model)
-            read.fleet = fleet.name
-            await self._turn(read, facts, fleet, held)
+        scope = read.tenant.scope if read.tenant is not None else None
+        facts = self._identity.facts(dialect, read.headers, body, encoded=encoded, scope=scope)
+        self._access.check(read.tenant, facts, encoded=encoded)
+        async with self._access.turn(read.tenant, read.method, read.path):
+            if dialect is Dialect.OTHER:
+                await self._pass(read, facts, body, has_body=request.body_exists or request.content_length is not None)
+            else:
+                fleet = self._fleets.serving(facts.model)
+                read.fleet = fleet.name
+                if read.tenant is not None and facts.refers_to is not None:
+                    await self._own_response(facts.tenant, facts.refers_to)
+                await self._turn(read, facts, fleet, body)
+        return read.down.response
 
-    async def _turn(self, read: _Request, facts: Facts, fleet: FleetRuntime, held: HeldBody) -> None:
+    async def _own_response(self, scope: str, response_id: str) -> tuple[FleetRuntime, Binding]:
+        """Where a tenant's stored response is. Raises UnknownResponse: a replica would tell it to whoever asks."""
+        found = await self._passages.holder(tuple(self._fleets), scope, response_id)
+        if found is None:
+            raise UnknownResponse("there is no stored response of that id, or not any more")
+        return found
+
+    async def _turn(self, read: _Request, facts: Facts, fleet: FleetRuntime, body: bytes) -> None:
         if fleet.spec.repairs:
-            held.data, read.repaired = repair(fleet.spec.repairs, facts.dialect, held.data)
-        headers = forward_request_headers(read.raw_headers, read.via)
-        forward = ForwardRequest(read.method, read.target, headers, held.data, on_sent=held.let_go)
-        held.data = b""  # it is the forward's now, which forgets it once it will not be sent again
+            body, read.repaired = repair(fleet.spec.repairs, facts.dialect, body)
+        forward = ForwardRequest(read.method, read.target, _headers(read, fleet), body)
 
         def label(placed: Placed, turn: Turn) -> Sequence[Header]:
             headers = [
@@ -162,24 +184,27 @@ class Gateway:
         """
         return not read.headers.get(b"user-agent", b"").lower().startswith(self._limits.bare_abort_agents)
 
-    async def _pass(self, read: _Request, facts: Facts, held: HeldBody, *, has_body: bool) -> None:
-        headers = fewer_hops(read.method, forward_request_headers(read.raw_headers, read.via))
-        forward = ForwardRequest(read.method, read.target, headers, held.data, has_body, on_sent=held.let_go)
-        held.data = b""
+    async def _pass(self, read: _Request, facts: Facts, body: bytes, *, has_body: bool) -> None:
+        def forward(fleet: FleetRuntime) -> ForwardRequest:
+            headers = fewer_hops(read.method, _headers(read, fleet))
+            return ForwardRequest(read.method, read.target, headers, body, has_body)
+
         fleets = tuple(self._fleets)
         try:
             if read.path in BROADCAST:
-                await self._passages.broadcast([(fleet, forward) for fleet in fleets], read.down)
+                await self._passages.broadcast([(fleet, forward(fleet)) for fleet in fleets], read.down)
                 return
             fleet = self._fleets.serving(facts.model) if facts.model is not None else self._fleets.first()
             holder = None
             if (response_id := stored_response(read.path)) is not None:
-                with suppress(StoreError):
-                    found = await self._passages.holder(fleets, facts.tenant, response_id)
-                    if found is not None:
-                        fleet, holder = found
+                if read.tenant is not None:
+                    fleet, holder = await self._own_response(facts.tenant, response_id)
+                else:
+                    with suppress(StoreError):
+                        found = await self._passages.holder(fleets, facts.tenant, response_id)
+                        fleet, holder = found or (fleet, None)
             read.fleet = fleet.name
-            await self._passages.serve(fleet, forward, read.down, holder)
+            await self._passages.serve(fleet, forward(fleet), read.down, holder)
         except UpstreamError:
             if not read.down.started:
                 raise
@@ -224,6 +249,12 @@ def _read(request: web.BaseRequest) -> _Request:
         headers.setdefault(name.lower(), value)
     target = request.raw_path
     return _Request(request.method, target, path_of(target), raw, headers, Downstream(request), via_of(request.version))
+
+
+def _headers(read: _Request, fleet: FleetRuntime) -> tuple[Header, ...]:
+    """The client's headers as the replicas of this fleet are to see them."""
+    forwarded = forward_request_headers(read.raw_headers, read.via)
+    return with_credentials(forwarded, fleet.spec.replica_key, keep=fleet.spec.passes_credentials)
 
 
 def _last_words(error: UpstreamError, dialect: Dialect, reader: BodyReader) -> bytes:

@@ -29,7 +29,7 @@ from aiohttp import web
 
 from router.domain.errors import RoostError
 from router.folder import PrivateFolder
-from router.main import CUT_S, EXIT_FAILED, EXIT_OK, Listeners, announcer, bound
+from router.main import CUT_S, EXIT_FAILED, EXIT_OK, Listeners, admin_door, announcer, bound
 from router.main import run as run_alone
 from router.settings import Settings
 from router.store.embedded import EmbeddedValkey
@@ -67,8 +67,9 @@ async def _supervise(settings: Settings, listeners: Listeners, folder: PrivateFo
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupted)
+    door = admin_door(settings)
     crew = Crew(settings, listeners.public, folder.path, folder.lock, store_url)
-    runner = web.AppRunner(WorkersAdmin(crew).app(), access_log=None, shutdown_timeout=CUT_S)
+    runner = web.AppRunner(WorkersAdmin(crew).app(door), access_log=None, shutdown_timeout=CUT_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listeners.admin).start()

@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from router.api.admin import DECISIONS_LIMIT
+from router.api.door import Door
 from router.supervisor.crew import Crew
 from router.supervisor.metric_files import exposition
 from router.supervisor.process import Worker
@@ -55,9 +56,9 @@ class WorkersAdmin:
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
 
-    def app(self) -> web.Application:
-        """The application for the admin listener."""
-        app = web.Application()
+    def app(self, door: Door | None = None) -> web.Application:
+        """The application for the admin listener, behind `door` where it has one."""
+        app = web.Application(middlewares=[] if door is None else [door.middleware()])
         app.add_routes(
             [
                 web.get("/livez", self._live),

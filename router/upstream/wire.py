@@ -38,6 +38,9 @@ _HOP_BY_HOP = frozenset(
 )
 _REQUEST_DROPS = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _RESPONSE_DROPS = _HOP_BY_HOP | {b"content-length"}
+_NEVER_FORWARDED = (b"proxy-", b"x-roost-")
+"""Beginnings of names: between a client and this gateway only. What Roost says of a turn must be Roost's word."""
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key", b"cookie"})
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
 """Values of `Connection` that name no other header: the usual ones."""
 
@@ -124,6 +127,18 @@ def forward_request_headers(raw: Iterable[Header], via: bytes) -> tuple[Header, 
     return (*_forward(raw, _REQUEST_DROPS), (b"Via", via))
 
 
+def with_credentials(headers: tuple[Header, ...], replica_key: bytes | None, *, keep: bool) -> tuple[Header, ...]:
+    """Headers with the one key that a replica is to see: its own where it has one, else the client's if they are kept.
+
+    What counts as the client's: `Authorization`, `X-Api-Key`, `Api-Key`, and `Cookie`, since what sits before Roost may
+    log people in by it. (`Proxy-Authorization` is never forwarded.)
+    """
+    if replica_key is None and keep:
+        return headers
+    kept = tuple(header for header in headers if header[0].lower() not in _CREDENTIALS)
+    return kept if replica_key is None else (*kept, (b"Authorization", b"Bearer " + replica_key))
+
+
 def forward_response_headers(head: ResponseHead) -> tuple[Header, ...]:
     """A replica's headers as the client may see them, without framing: the client's side adds its own."""
     return _forward(head.headers, _RESPONSE_DROPS)
@@ -137,7 +152,7 @@ def _forward(raw: Iterable[Header], drops: frozenset[bytes]) -> tuple[Header, ..
         if name in drops:
             if name == b"connection" and (value := header[1].lower()) not in _PLAIN_CONNECTION:
                 named.update(token.strip() for token in value.split(b","))
-        elif not name.startswith(b"proxy-"):
+        elif not name.startswith(_NEVER_FORWARDED):
             kept.append(header)
     if named:
         kept = [header for header in kept if header[0].lower() not in named]

@@ -105,7 +105,7 @@ async def test_unknown_headers_pass_both_ways_with_their_case_order_and_copies()
 
     async with replicas(1, script=told) as (replica,), running(settings_for([replica]), [replica]) as roost:
         async with Client.to(roost.port) as client:
-            given = "X-Custom: 1\r\nx-CUSTOM: 2\r\nAuthorization: Bearer sk\r\nTraceparent: 00-1\r\nCookie: a=b\r\n"
+            given = "X-Custom: 1\r\nx-CUSTOM: 2\r\nAccept: */*\r\nTraceparent: 00-1\r\n"
             hops = "Connection: keep-alive, X-Hop\r\nX-Hop: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\n"
             await client.post(Conversation("h").body(), headers=given + hops, path="/v1/chat/completions")
             raw = await client.reader.readuntil(b"\r\n\r\n")
@@ -115,9 +115,8 @@ async def test_unknown_headers_pass_both_ways_with_their_case_order_and_copies()
         assert kept == [
             (b"X-Custom", b"1"),
             (b"x-CUSTOM", b"2"),
-            (b"Authorization", b"Bearer sk"),
+            (b"Accept", b"*/*"),
             (b"Traceparent", b"00-1"),
-            (b"Cookie", b"a=b"),
             (b"Via", b"1.1 roost"),
         ]
 
