@@ -29,6 +29,7 @@ from pydantic import SecretStr
 
 from router.api.access import Access
 from router.api.admin import Admin
+from router.api.bodies import Bodies, BodyLimits
 from router.api.door import Door
 from router.api.gateway import Gateway, GatewayLimits
 from router.api.health import Health
@@ -261,9 +262,9 @@ async def serve(
             identity=Identity(Rules(settings.identity.session_headers, settings.identity.session_fields)),
             access=Access(keys, turnstile, engine_paths=settings.auth.engine_paths == "pass"),
             health=health,
+            bodies=Bodies(_body_limits(settings)),
             observer=observer,
             limits=GatewayLimits(
-                settings.limits.body_max_bytes,
                 settings.limits.header_max_bytes,
                 tuple(agent.lower().encode() for agent in settings.limits.bare_abort_agents),
             ),
@@ -318,7 +319,7 @@ async def _listen(
     runner = web.AppRunner(admin.app(door), access_log=None, shutdown_timeout=CUT_S)
     await runner.setup()
     await web.SockSite(runner, listeners.admin).start()
-    protocol = RelayServer(gateway.handle, ClientLimits())
+    protocol = RelayServer(gateway.handle, _client_limits(settings))
     server = await loop.create_server(protocol, sock=listeners.public, backlog=BACKLOG)
     announce()
     try:
@@ -423,6 +424,20 @@ def _tuning(settings: Settings) -> Tuning:
         crowd_half_life_s=given.crowd_half_life_s,
         expected_output_tokens=given.expected_output_tokens,
         ramp_s=given.ramp_s,
+    )
+
+
+def _client_limits(settings: Settings) -> ClientLimits:
+    return ClientLimits(head_s=settings.timeouts.client_head_s, connections_max=settings.limits.connections_max)
+
+
+def _body_limits(settings: Settings) -> BodyLimits:
+    return BodyLimits(
+        body_max_bytes=settings.limits.body_max_bytes,
+        total_max_bytes=settings.limits.bodies_max_bytes,
+        wait_s=settings.timeouts.body_wait_s,
+        idle_s=settings.timeouts.body_idle_s,
+        rate_min=settings.limits.body_rate_min,
     )
 
 

@@ -12,7 +12,8 @@ import msgspec
 from aiohttp import web
 
 from router.api.access import Access
-from router.api.downstream import Downstream, read_body
+from router.api.bodies import Bodies, HeldBody
+from router.api.downstream import Downstream
 from router.api.errors import error_frame, render
 from router.api.head_rules import fewer_hops, hops_left, path_of
 from router.api.health import Health
@@ -55,7 +56,6 @@ _REPAIRED: Final = REPAIRED_HEADER.encode()
 class GatewayLimits:
     """What is refused at the door."""
 
-    body_max_bytes: int
     header_max_bytes: int
     bare_abort_agents: tuple[bytes, ...]
     """User-Agent prefixes, lower case: a stream that breaks under them is aborted without an error event."""
@@ -88,6 +88,7 @@ class Gateway:
         identity: Identity,
         access: Access,
         health: Health,
+        bodies: Bodies,
         observer: Observer,
         limits: GatewayLimits,
         now_s: Callable[[], float],
@@ -98,6 +99,7 @@ class Gateway:
         self._identity = identity
         self._access = access
         self._health = health
+        self._bodies = bodies
         self._observer = observer
         self._limits = limits
         self._now_s = now_s
@@ -127,22 +129,28 @@ class Gateway:
         size = sum(len(name) + len(value) + 4 for name, value in read.raw_headers)
         if size > self._limits.header_max_bytes:
             raise HeadersTooLarge(f"the headers have {size} bytes, more than {self._limits.header_max_bytes}")
-        body = await read_body(request, self._limits.body_max_bytes)
+        held = await self._bodies.read(request)
+        try:
+            await self._forward(request, read, held)
+        finally:
+            held.let_go()
+        return read.down.response
+
+    async def _forward(self, request: web.BaseRequest, read: _Request, held: HeldBody) -> None:
         dialect = turn_dialect(read.method, read.path)
         encoded = read.headers.get(b"content-encoding", b"identity").lower() != b"identity"
         scope = read.tenant.scope if read.tenant is not None else None
-        facts = self._identity.facts(dialect, read.headers, body, encoded=encoded, scope=scope)
+        facts = self._identity.facts(dialect, read.headers, held.data, encoded=encoded, scope=scope)
         self._access.check(read.tenant, facts, encoded=encoded)
         async with self._access.turn(read.tenant, read.method, read.path):
             if dialect is Dialect.OTHER:
-                await self._pass(read, facts, body, has_body=request.body_exists or request.content_length is not None)
+                await self._pass(read, facts, held, has_body=request.body_exists or request.content_length is not None)
             else:
                 fleet = self._fleets.serving(facts.model)
                 read.fleet = fleet.name
                 if read.tenant is not None and facts.refers_to is not None:
                     await self._own_response(facts.tenant, facts.refers_to)
-                await self._turn(read, facts, fleet, body)
-        return read.down.response
+                await self._turn(read, facts, fleet, held)
 
     async def _own_response(self, scope: str, response_id: str) -> tuple[FleetRuntime, Binding]:
         """Where a tenant's stored response is. Raises UnknownResponse: a replica would tell it to whoever asks."""
@@ -151,10 +159,11 @@ class Gateway:
             raise UnknownResponse("there is no stored response of that id, or not any more")
         return found
 
-    async def _turn(self, read: _Request, facts: Facts, fleet: FleetRuntime, body: bytes) -> None:
+    async def _turn(self, read: _Request, facts: Facts, fleet: FleetRuntime, held: HeldBody) -> None:
         if fleet.spec.repairs:
-            body, read.repaired = repair(fleet.spec.repairs, facts.dialect, body)
-        forward = ForwardRequest(read.method, read.target, _headers(read, fleet), body)
+            held.data, read.repaired = repair(fleet.spec.repairs, facts.dialect, held.data)
+        forward = ForwardRequest(read.method, read.target, _headers(read, fleet), held.data, on_sent=held.let_go)
+        held.data = b""  # it is the forward's now, which forgets it once it will not be sent again
 
         def label(placed: Placed, turn: Turn) -> Sequence[Header]:
             headers = [
@@ -184,10 +193,10 @@ class Gateway:
         """
         return not read.headers.get(b"user-agent", b"").lower().startswith(self._limits.bare_abort_agents)
 
-    async def _pass(self, read: _Request, facts: Facts, body: bytes, *, has_body: bool) -> None:
+    async def _pass(self, read: _Request, facts: Facts, held: HeldBody, *, has_body: bool) -> None:
         def forward(fleet: FleetRuntime) -> ForwardRequest:
             headers = fewer_hops(read.method, _headers(read, fleet))
-            return ForwardRequest(read.method, read.target, headers, body, has_body)
+            return ForwardRequest(read.method, read.target, headers, held.data, has_body, on_sent=held.let_go)
 
         fleets = tuple(self._fleets)
         try:
