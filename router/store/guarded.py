@@ -48,7 +48,9 @@ class Guarded:
     def __init__(self, inner: Store, clock: Clock, *, retry_s: float = RETRY_S, check_s: float = CHECK_S) -> None:
         self._inner = inner
         self._clock = clock
-        self._first_retry_s = self._retry_s = retry_s
+        self._first_retry_s = retry_s
+        self.retry_s = retry_s
+        """Between two trials while the store is away."""
         self._check_s = check_s
         self._why: StoreError | None = None
         """Why the store is not used; None while it is well."""
@@ -77,7 +79,7 @@ class Guarded:
             if self._why is None:
                 await self._look()
             else:
-                await asyncio.sleep(self._retry_s)
+                await asyncio.sleep(self.retry_s)
                 why = await self._trial()
                 if why is None:
                     self._come_back()
@@ -115,7 +117,7 @@ class Guarded:
         if self._why is None:
             self._since_s = self._clock.monotonic_s()
             relapsed = self._since_s - self._back_at_s < RELAPSE_S
-            self._retry_s = min(RETRY_MAX_S, 2 * self._retry_s) if relapsed else self._first_retry_s
+            self.retry_s = min(RETRY_MAX_S, 2 * self.retry_s) if relapsed else self._first_retry_s
         self._why = why
         if isinstance(why, StoreForeign):
             log.warning("the store is not this router's to use, turns are placed from memory until it is: %s", why)
