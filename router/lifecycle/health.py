@@ -283,10 +283,11 @@ class Health:
                 self._dead = False
                 self._try(now_s)
             if self._until_s is not None and now_s >= self._until_s:
-                self._until_s = None
-                self._try(now_s)
-            if self._on_probation and not self._under_way and now_s - self._judged_since_s >= self._rules.max_s:
-                self._readmit(now_s)
+                since_s, self._until_s = self._until_s, None
+                self._try(since_s)
+            lapses_s = self._judged_since_s + self._rules.max_s
+            if self._on_probation and not self._under_way and now_s >= lapses_s:
+                self._readmit(lapses_s)
         return reach
 
     def _try(self, now_s: float) -> None:

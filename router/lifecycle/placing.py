@@ -300,7 +300,9 @@ class Placing:
         placed, lineage, turn = record.placed, record.lineage, record.turn
         known = lineage.known
         chosen = held.snapshot.get(placed.replica)
-        checked = placed.reason not in (Reason.HOME, Reason.STORED) and slack is not None
+        # The one turn that a replica on probation may have: of two that want to be it, one is told to look again.
+        on_trial = chosen is not None and chosen.probation and not chosen.load.in_flight
+        checked = (on_trial or placed.reason not in (Reason.HOME, Reason.STORED)) and slack is not None
         observed = chosen.load.in_flight if checked and chosen is not None else None
         waiting = placed.prefill_tokens if placed.prefill_tokens >= WAITING_TOKENS_MIN else 0
         tip = lineage.tip if lineage.keeps_tip else None
@@ -329,7 +331,7 @@ class Placing:
             inherited_tokens=inherited_tokens,
             named=facts.session is not None,
             observed_in_flight=observed,
-            slack=slack or 0,
+            slack=0 if on_trial else slack or 0,
             head=head_of(facts),
             heads_of=heads_of(facts),
             session_home=placed.binding if sticky else None,
@@ -358,10 +360,11 @@ def _root(facts: Facts, turn: Turn) -> str:
 
 
 def _session_home(facts: Facts, view: View, lineage: Lineage, snapshot: Fleet) -> Binding | None:
-    """Where the session is bound, if that life still lives; a keyless session's home is its branch's."""
+    """Where the session is bound, if that life still lives and serves; a keyless session's home is its branch's."""
     bound = view.session if facts.session is not None else lineage.known
     home = bound.home if bound is not None else None
     if home is None:
         return None
     replica = snapshot.get(home.replica)
-    return home if replica is not None and replica.healthy and replica.incarnation == home.incarnation else None
+    serves = replica is not None and replica.healthy and not replica.ejected
+    return home if serves and replica is not None and replica.incarnation == home.incarnation else None
