@@ -1,4 +1,4 @@
-"""The one command `roost`, and the two subcommands of this package: `router` and `config`.
+"""The one command `roost`, and the subcommands of this package: `router`, `config` and `keys`.
 
 `roost` itself knows no subcommand. It finds them in the entry points `roost.commands`, where each package registers its
 own Typer app under the name it is called by, and imports a package only when its command is asked for. Settings and the
@@ -23,7 +23,7 @@ from router import __version__
 if TYPE_CHECKING:
     from router.settings import Flags, Settings
 
-__all__ = ["EXIT_CONFIG", "app", "config_app", "main", "router_app"]
+__all__ = ["EXIT_CONFIG", "app", "config_app", "keys_app", "main", "router_app"]
 
 EXIT_CONFIG = 2
 """Exit code for settings that cannot be used; the same that a wrong flag has."""
@@ -55,6 +55,14 @@ config_app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     help="Look at settings without starting anything.",
+)
+
+keys_app = typer.Typer(
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    help="Make API keys for tenants, and look at a keys file.",
 )
 
 
@@ -167,6 +175,57 @@ def show(
 
     plain = effective(_loaded(config, Flags()))
     typer.echo(json.dumps(plain, indent=2) if as_json else yaml.safe_dump(plain, sort_keys=False), nl=as_json)
+
+
+@keys_app.command()
+def new(
+    tenant: Annotated[str, typer.Argument(help="Who gets the key; sessions belong to the name, not the key.")],
+) -> None:
+    """Print a fresh key, and what to put into the keys file for it.
+
+    The key is shown once and kept nowhere.
+    """
+    from router.api.keys import NAME_ALLOWED, hash_of, is_tenant_name, new_key
+
+    if not is_tenant_name(tenant):
+        typer.echo(f"{tenant!r} cannot be a tenant's name ({NAME_ALLOWED})", err=True)
+        raise typer.Exit(EXIT_CONFIG)
+    key = new_key()
+    typer.echo(f"key, for the client: {key}\n\nfor auth.keys_file, under tenants:\n")
+    typer.echo(f"  {tenant}:\n    keys:\n      - {hash_of(key.encode())}")
+
+
+@keys_app.command("hash")
+def hash_key() -> None:
+    """Read a key from standard input and print its hash for the keys file."""
+    from router.api.keys import KEY_LENGTH_MIN, hash_of
+
+    key = sys.stdin.readline().strip()
+    if len(key) < KEY_LENGTH_MIN:
+        typer.echo(
+            f"a key of {len(key)} characters can be guessed from its hash; {KEY_LENGTH_MIN} random ones are the least "
+            "(`roost keys new` makes one)",
+            err=True,
+        )
+        raise typer.Exit(EXIT_CONFIG)
+    typer.echo(hash_of(key.encode()))
+
+
+@keys_app.command("check")
+def check_keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="The keys file.")]) -> None:
+    """Say what is wrong with a keys file, or whom it lets in.
+
+    Exit code 0 when nothing is wrong, 2 otherwise.
+    """
+    from router.api.keys import KeysFile, KeysFileError
+
+    try:
+        ring = KeysFile(file).ring
+    except KeysFileError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+    names = ", ".join(sorted(tenant.name for tenant in ring.tenants)) or "nobody"
+    typer.echo(f"{file}: {len(ring)} keys; comes in: {names}")
 
 
 def _loaded(config: Path | None, flags: Flags) -> Settings:

@@ -36,13 +36,25 @@ from router.domain.errors import RoostError, UnknownKey
 from router.domain.tenant import Tenant, TenantLimits
 from router.placement.scope import named_scope
 
-__all__ = ["KEY_PREFIX", "KeyRing", "KeysFile", "KeysFileError", "hash_of", "is_tenant_name", "new_key", "read_keys"]
+__all__ = [
+    "KEY_LENGTH_MIN",
+    "KEY_PREFIX",
+    "KeyRing",
+    "KeysFile",
+    "KeysFileError",
+    "hash_of",
+    "is_tenant_name",
+    "new_key",
+    "read_keys",
+]
 
 log = logging.getLogger("roost.keys")
 
 KEY_PREFIX: Final = "roost-"
 """By which scanners for leaked secrets can tell a key."""
 _KEY_BYTES: Final = 32
+KEY_LENGTH_MIN: Final = 24
+"""Characters of a key that somebody else made; fewer might be guessed from a hash, whatever they are."""
 _SHELF_BYTES: Final = 2
 _HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
