@@ -249,6 +249,7 @@ async def serve(
                 attempts=settings.placement.attempts,
                 retries=settings.limits.retries,
                 refusal_s=settings.timeouts.refusal_s,
+                keepalive_s=settings.streams.keepalive_s,
                 tips_kept=settings.store.boundaries_kept,
                 branch_ttl_s=settings.store.branch_ttl_s,
                 queue_max=settings.limits.queue_max,

@@ -264,6 +264,11 @@ class BodyReader(Protocol):
         ...
 
     @property
+    def between_events(self) -> bool:
+        """Whether an event stream stands between two events and goes on, so that a comment may be put there."""
+        ...
+
+    @property
     def next_sequence(self) -> int | None:
         """The `sequence_number` that a further event of a Responses stream must carry."""
         ...

@@ -2,6 +2,7 @@
 
 turn      one turn through its life
 opening   the beginning of a stream, held back for a moment
+heartbeat comments in a stream that is silent for long
 placing   where it goes: fetch, decide, commit
 settling  what it holds, and how that is given back
 fleet     the replicas of one model: membership, what probes saw, the snapshot a decision reads

@@ -52,6 +52,8 @@ class Limits:
     """Further replicas tried when one fails before its head."""
     refusal_s: float = 0.25
     """How long the head of a stream waits for a refusal inside it; see `opening`. 0: not at all."""
+    keepalive_s: float = 0.0
+    """Silence of a stream that is filled with a comment; see `heartbeat`. 0: none."""
     tips_kept: int = 10
     branch_ttl_s: float = 21_600.0
     queue_max: int = 256

@@ -26,6 +26,7 @@ from router.domain.errors import NotPlaced, UpstreamBroken, UpstreamError, Upstr
 from router.domain.outcome import End, Outcome, Usage
 from router.domain.turn import Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
+from router.lifecycle.heartbeat import Heartbeat
 from router.lifecycle.leases import Leases
 from router.lifecycle.opening import BUSY_STATUS, Opening, QueueFullError
 from router.lifecycle.placing import Attempts, Limits, Placing
@@ -88,6 +89,7 @@ class Turns:
         self._new_id = new_id
         self._retries = limits.retries
         self._refusal_s = limits.refusal_s
+        self._keepalive_s = limits.keepalive_s
         self._remembered = Remembered()
         self._settling = Settling(store, leases, self._remembered, observer, limits.branch_ttl_s)
         self._returning = Returning(store, leases, self._settling, self._remembered, new_id, tips_max=limits.tips_kept)
@@ -246,21 +248,28 @@ class Turns:
             opening.wait(self._refusal_s)
         else:
             opening.open()
+        beat = None
+        if self._keepalive_s > 0 and head.status == OK_STATUS and head.content_length is None:
+            beat = Heartbeat(down, passage.reader, self._keepalive_s)
         try:
             async with held.fleet.watch.waiting(placed.replica):
-                await exchange.relay(self._receiver(held, passage, down, opening))
+                await exchange.relay(self._receiver(held, passage, down, opening, beat))
             passage.reader.finish()
             opening.open()
             down.end()
         finally:
             opening.forget()
+            if beat is not None:
+                beat.stop()
 
     def _another(self, held: Held, attempts: Attempts) -> bool:
         """Whether another replica could take the turn, were it refused."""
         left = (cost.replica for cost in held.record.placed.candidates if cost.replica not in attempts.tried)
         return attempts.count <= self._retries and any(each != held.record.placed.replica for each in left)
 
-    def _receiver(self, held: Held, passage: _Passage, down: Downstream, opening: Opening) -> Callable[[bytes], None]:
+    def _receiver(
+        self, held: Held, passage: _Passage, down: Downstream, opening: Opening, beat: Heartbeat | None
+    ) -> Callable[[bytes], None]:
         """What takes the body in, one call per read: no task wakes up for a chunk."""
         reader, watch, clock = passage.reader, held.fleet.watch, self._clock
         replica = held.record.placed.replica
@@ -272,6 +281,8 @@ class Turns:
             else:
                 down.write(data)
                 reader.feed(data)
+            if beat is not None:
+                beat.wrote()
             passage.bytes_sent += len(data)
             watch.bytes_came(replica)
             if passage.first_output_s is None and reader.first_output:
@@ -335,7 +346,7 @@ class _NoReader:
     error: str | None = None
     error_code: int | None = None
     response_id: str | None = None
-    mid_event = False
+    mid_event = between_events = False
     next_sequence: int | None = None
 
     usage = Usage()

@@ -21,6 +21,7 @@ from router.settings.model import (
     Settings,
     Store,
     StoreKind,
+    Streams,
     Timeouts,
 )
 from router.settings.problems import ConfigError, Problem
@@ -47,6 +48,7 @@ __all__ = [
     "Settings",
     "Store",
     "StoreKind",
+    "Streams",
     "Timeouts",
     "cautions",
     "effective",

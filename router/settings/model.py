@@ -46,6 +46,7 @@ __all__ = [
     "Settings",
     "Store",
     "StoreKind",
+    "Streams",
     "Timeouts",
 ]
 
@@ -351,13 +352,13 @@ class Limits(Group):
     )
     body_rate_min: Share = Field(
         1024.0,
-        description="Bytes per second that a request body must bring, over each `timeouts.body_idle_s`; else 408. 1024: "
-        "slower than any line that an agent works over, and a body cannot be held open for days.",
+        description="Bytes per second that a request body must bring, over each `timeouts.body_idle_s`; else 408. "
+        "1024: slower than any line that an agent works over, and a body cannot be held open for days.",
     )
     connections_max: Count = Field(
         8192,
         description="Client connections that one worker keeps open; further ones are told 503. 8192: far more than a "
-        "worker can serve turns to, and idle ones cost some kB each. The limit of open files must be beyond twice that.",
+        "worker can serve turns to, and idle ones cost some kB each. The limit of open files must be twice that.",
     )
     header_max_bytes: Count = Field(
         32 * 1024,
@@ -461,6 +462,16 @@ class Timeouts(Group):
     )
 
 
+class Streams(Group):
+    """What is done to streams besides passing them on."""
+
+    keepalive_s: Share = Field(
+        0.0,
+        description="Seconds of silence after which an event stream gets a comment line, which clients ignore, so that "
+        "neither they nor proxies take it for dead; 0: streams pass byte by byte. Below what gives up first, often 60.",
+    )
+
+
 class Log(Group):
     """What is written to standard error."""
 
@@ -499,6 +510,7 @@ class Settings(BaseSettings):
     limits: Limits = Field(Limits(), description="What is refused, and how often is tried.")
     timeouts: Timeouts = Field(Timeouts(), description="How long is waited for what.")
     ejection: Ejection = Field(Ejection(), description="How much of a failing replica is put up with.")
+    streams: Streams = Field(Streams(), description="What is done to streams besides passing them on.")
     log: Log = Field(Log(), description="What is written to standard error.")
 
     @classmethod

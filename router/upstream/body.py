@@ -87,6 +87,11 @@ class Reader:
         """Whether a stream stands inside an event, so that a frame appended now must first close it."""
         return False
 
+    @property
+    def between_events(self) -> bool:
+        """Whether this is a stream that stands between two events and goes on: a comment may be put there."""
+        return False
+
     def _fail(self, error: object) -> None:
         self.error, self.error_code = engine_fault(error)
 

@@ -70,6 +70,14 @@ class StreamReader(Reader):
         """Whether bytes of an unfinished event have come."""
         return self._skipping or bool(self._tail.strip(b"\n"))
 
+    @property
+    def between_events(self) -> bool:
+        """Whether nothing of an event has come that has not ended, not even half a line end, and more may follow.
+
+        (A comment before the first event would hide a byte order mark behind it; engines send none.)
+        """
+        return not (self.terminal or self.error or self._skipping or self._tail or self._after_cr)
+
     def _event(self, event: bytes) -> None:
         """Read one event, its line ends LF, its blank line included."""
         raise NotImplementedError

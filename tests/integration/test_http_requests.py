@@ -253,9 +253,6 @@ PASSES = [
         closes=True,
     ),
     Passes("9110 7.8: Upgrade without Connection means nothing", request("Upgrade: websocket", WS), (WS,)),
-    Passes(
-        "9110 11.6.2: the client's credentials pass", request("Authorization: Bearer k"), ("Authorization: Bearer k",)
-    ),
 ]
 
 
