@@ -177,6 +177,8 @@ class Replica:
     model: str = "m"
     script: Script = speak
     ready: bool = True
+    mute: bool = False
+    """Takes probes and never answers them, as an engine that is all prefill."""
     loads: dict[str, int] = field(default_factory=dict)
     """What `/v1/loads` says instead of the truth."""
     device_tokens: int = 750_000
@@ -245,6 +247,9 @@ class Replica:
         visit = Visit(seen, reader, writer, self, len(self.seen))
         if seen.method == "GET" and seen.path in _PROBED and b"roost-probe" in b"".join(seen.header(b"user-agent")):
             self.probes += 1
+            if self.mute:
+                await visit.until_closed()
+                return False
             await visit.answer(*self._told(seen.path))
             return True
         self.seen.append(seen)
