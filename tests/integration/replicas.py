@@ -182,6 +182,8 @@ class Replica:
     loads: dict[str, int] = field(default_factory=dict)
     """What `/v1/loads` says instead of the truth."""
     device_tokens: int = 750_000
+    api_key: str | None = None
+    """What probes must show."""
     life: int = 1
     port: int = 0
     seen: list[Seen] = field(default_factory=list)
@@ -250,7 +252,8 @@ class Replica:
             if self.mute:
                 await visit.until_closed()
                 return False
-            await visit.answer(*self._told(seen.path))
+            told = self._told(seen.path) if self._admits(seen) else (401, b'{"error":"Unauthorized"}')
+            await visit.answer(*told)
             return True
         self.seen.append(seen)
         self.running += 1
@@ -260,6 +263,11 @@ class Replica:
         finally:
             self.running -= 1
         return visit.kept
+
+    def _admits(self, seen: Seen) -> bool:
+        """As SGLang's --api-key, which is not asked for at /metrics (srt/utils/auth.py)."""
+        keyless = self.api_key is None or seen.path == "/metrics"
+        return keyless or seen.header(b"authorization") == [f"Bearer {self.api_key}".encode()]
 
     def _told(self, path: str) -> tuple[int, bytes]:
         """SGLang 0.5.23's answer to a probe."""
