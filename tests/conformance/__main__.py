@@ -62,9 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _adapter(given: argparse.Namespace) -> Adapter:
     if given.router:
         header = given.session_header.lower()
-        return plain(
-            given.router, name=given.name, session_header=header, keyless=given.keyless, metrics=given.metrics
-        )
+        return plain(given.router, name=given.name, session_header=header, keyless=given.keyless, metrics=given.metrics)
     return ADAPTERS[given.adapter]() if given.adapter else roost()
 
 
@@ -81,7 +79,9 @@ async def _run(adapter: Adapter, chosen: list[Case], json_file: Path | None, con
     def tell(result: Result) -> None:
         nonlocal done
         done += 1
-        line = f"{done:3}/{len(chosen)} {result.verdict.value:4} {result.case.id} ({result.seconds:.1f} s) {result.said}"
+        line = (
+            f"{done:3}/{len(chosen)} {result.verdict.value:4} {result.case.id} ({result.seconds:.1f} s) {result.said}"
+        )
         console.print(line[:300], markup=False)
 
     results = await run(target, chosen, tell)

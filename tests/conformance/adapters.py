@@ -142,7 +142,9 @@ def _id(url: str) -> str:
     return url.removeprefix("http://")
 
 
-def _launches(base: str, policies: Mapping[Variant, str], env: Mapping[str, str] | None = None) -> dict[Variant, Launch]:
+def _launches(
+    base: str, policies: Mapping[Variant, str], env: Mapping[str, str] | None = None
+) -> dict[Variant, Launch]:
     return {variant: Launch(f"{base} {more}".strip(), env or {}) for variant, more in policies.items()}
 
 

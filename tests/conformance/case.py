@@ -41,7 +41,7 @@ class Can(StrEnum):
 class Verdict(StrEnum):
     """How a case ended."""
 
-    PASS = "pass"  # noqa: S105 (no password)
+    PASS = "pass"
     FAIL = "fail"
     NA = "n/a"
 

@@ -149,7 +149,9 @@ class Stage:
         """Until no router says that anything is in flight."""
         for router in self.routers:
             await until(
-                lambda router=router: self._idle(router), within_s, "turns are still in flight by the router's own metrics"
+                lambda router=router: self._idle(router),
+                within_s,
+                "turns are still in flight by the router's own metrics",
             )
 
     async def _idle(self, router: Router) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import redis.asyncio
 
 from tests.conformance.case import Failed
 from tests.conformance.client import Answer, request
@@ -152,6 +153,20 @@ class Router:
         await self.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def family(self) -> list[int]:
+        """Its process and all descendants."""
+        return _descendants(self.pid)
+
+    @staticmethod
+    def alive(pids: Sequence[int]) -> list[int]:
+        """Those of them that run; a zombie does not."""
+        found = []
+        for pid in pids:
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(pid)
+        return found
+
     def rss_bytes(self) -> int:
         """Resident memory of its process and all descendants."""
         return sum(_rss_bytes(pid) for pid in _descendants(self.pid))
@@ -206,6 +221,16 @@ class Redis:
                 return
             await asyncio.sleep(0.02)
         raise Failed("redis-server did not start")
+
+    async def keys(self) -> list[str]:
+        """All of them."""
+        async with redis.asyncio.Redis(host=HOST, port=self.port) as client:
+            return [key.decode() async for key in client.scan_iter(count=1000)]
+
+    async def ttl(self, key: str) -> int:
+        """Seconds until it expires; negative: never."""
+        async with redis.asyncio.Redis(host=HOST, port=self.port) as client:
+            return int(await client.ttl(key))
 
     async def command(self, *words: str) -> bytes:
         """The first line of the answer to a command."""

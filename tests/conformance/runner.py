@@ -74,7 +74,7 @@ async def run(target: Target, cases: Sequence[Case], tell: Callable[[Result], No
 def _missing(target: Target, case: Case) -> str:
     lacking = case.needs - target.adapter.can
     if lacking:
-        return f"it does not {sorted(lacking)[0]}"
+        return f"it does not {min(lacking)}"
     if case.dialect is not None and case.dialect not in target.dialects:
         return f"it does not serve {target.without.get(case.dialect, case.dialect)}"
     return next((why for name, why in target.adapter.loses.items() if case.matches([name])), "")

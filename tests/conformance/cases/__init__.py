@@ -6,7 +6,23 @@ from importlib import import_module
 
 from tests.conformance.case import CASES, Case
 
-SUBJECTS = ("affinity", "spreading", "shared", "failover", "streams", "leaving", "bytes")
+SUBJECTS = (
+    "affinity",
+    "spreading",
+    "shared",
+    "failover",
+    "health",
+    "membership",
+    "stopping",
+    "streams",
+    "leaving",
+    "bytes",
+    "headers",
+    "bodies",
+    "routes",
+    "security",
+    "memory",
+)
 """Modules of this package. A new one is added here."""
 
 

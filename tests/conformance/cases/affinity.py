@@ -236,4 +236,6 @@ async def retry_keeps_session(rig: Rig) -> None:
     check(first.answer.status == 200, f"the turn after the replica's death was answered {first.answer.short}")
     winner = first.replicas[-1]
     found = homes([await session.turn() for _ in range(4)])
-    check(set(found) == {winner.port}, f"4 turns after the move went to {len(found)} replicas, the mover's own among them")
+    check(
+        set(found) == {winner.port}, f"4 turns after the move went to {len(found)} replicas, the mover's own among them"
+    )

@@ -170,7 +170,7 @@ async def broken_before_head(rig: Rig) -> None:
     session = await bound(stage)
 
     async def die(visit: Visit) -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.5)  # long enough to tell it from an idle connection that the replica was closing
         visit.reset()
 
     stage.replicas[0].script = die

@@ -110,9 +110,7 @@ async def leaves_no_load(rig: Rig) -> None:
     held = []
     for session in stage.sessions(8, size_bytes=8000):
         body, _ = session.next()
-        held.append(
-            asyncio.create_task(stage.router.request("POST", session.dialect.path, body, session.all_headers))
-        )
+        held.append(asyncio.create_task(stage.router.request("POST", session.dialect.path, body, session.all_headers)))
     await until(lambda: gate.arrived >= 8, 10.0, "not all of 8 turns reached a replica")
     counts = stage.counts()
     gate.open()

@@ -192,7 +192,7 @@ async def plain_death(rig: Rig, dialect: Dialect) -> None:
     stage = await rig.stage(2)
 
     async def die(visit: Visit) -> None:
-        await visit.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{\"half\":")
+        await visit.send(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"half":')
         await asyncio.sleep(0.3)
         visit.reset()
 
