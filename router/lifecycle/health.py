@@ -11,8 +11,8 @@ with the time. It has no clock and does no I/O: the same tellings give the same 
     probation  it was ejected or dead, and no turn has succeeded since     one at a time
     well       else                                                        any
 
-- *Busy is not dead.* Silence is `FAILED_PROBES_MAX` probes in a row without an answer, in which no byte of a turn came
-  for `ALIVE_BY_BYTES_S`. A connection that cannot be made in time says as much as one such probe. A refused one says
+- *Busy is not dead.* Silence is `FAILED_PROBES_MAX` probes in a row without an answer while no byte of a turn came for
+  `silent_s`. A connection that cannot be made in time says as much as one such probe. A refused one says
   enough at once, and silence after it takes nothing back: only an answer does.
 - *Passing probes is not serving.* A turn failed there if the replica broke or reset its connection, before the head or
   within the body, or answered 500, 502 or 504. What the client did, what the replica refuses (4xx, 429, and 503, by
@@ -24,8 +24,8 @@ with the time. It has no clock and does no I/O: the same tellings give the same 
   up; the first that fails ejects it again. Turns that began before count for neither. Where no turn of this router gets
   there (others keep it busy), probation ends after `max_s`. One that succeeds while it is out, for want of another
   replica, ends that.
-- *Lost*: dead, and for `lost_s` neither an answer nor a byte came. Turns that run there will hear nothing more, though
-  their connections do not know yet.
+- *Lost*: dead, and for `silent_s` neither an answer nor a byte came. Turns that run there will hear nothing more,
+  though their connections do not know yet.
 
 What it does not promise: that routers agree (each goes by what it saw itself); that a replica is told apart from a
 client whose every turn makes engines fail (so the fleet bounds how many may be out at once); anything about the silence
@@ -44,13 +44,10 @@ from router.discovery.observation import Failure, Observation
 from router.domain.errors import UpstreamBroken, UpstreamError, UpstreamSilent
 from router.domain.outcome import End
 
-__all__ = ["ALIVE_BY_BYTES_S", "FAILED_PROBES_MAX", "Ejection", "Health", "State", "Verdict", "verdict_on"]
+__all__ = ["FAILED_PROBES_MAX", "Ejection", "Health", "State", "Verdict", "verdict_on"]
 
 FAILED_PROBES_MAX: Final = 2
 """Probes in a row that must fail before a silent replica is dead."""
-ALIVE_BY_BYTES_S: Final = 10.0
-"""A replica that sent response bytes this recently is alive, whatever its probes say. As long as prefills of other
-turns may hold back its streams: SGLang runs them before the next decode step."""
 FAULT_STATUS: Final = frozenset({500, 502, 504})
 
 
@@ -85,7 +82,10 @@ class Ejection:
     failures: int = 3
     base_s: float = 5.0
     max_s: float = 60.0
-    lost_s: float = 10.0
+    silent_s: float = 10.0
+    """A replica that sent response bytes this recently is alive, whatever its probes say. As long as prefills of other
+    turns may hold back its streams: SGLang runs them before the next decode step.
+    """
 
 
 def verdict_on(end: End, status: int | None, error: UpstreamError | None, *, flows: bool) -> Verdict:
@@ -223,12 +223,12 @@ class Health:
         return (
             self.observation is not None
             and self.state(now_s) is State.DEAD
-            and now_s - max(self._answered_s, self._bytes_s) >= self._rules.lost_s
+            and now_s - max(self._answered_s, self._bytes_s) >= self._rules.silent_s
         )
 
     def flows(self, now_s: float) -> bool:
         """Whether bytes of its turns have come lately."""
-        return now_s - self._bytes_s < ALIVE_BY_BYTES_S
+        return now_s - self._bytes_s < self._rules.silent_s
 
     @property
     def under_way(self) -> int:

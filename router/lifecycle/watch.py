@@ -19,7 +19,7 @@ from router.domain.errors import UpstreamError, UpstreamUnreachable
 from router.domain.outcome import End
 from router.domain.replica import Standing
 from router.domain.shared import Member
-from router.lifecycle.health import Ejection, Health, State, verdict_on
+from router.lifecycle.health import Ejection, Health, State, Verdict, verdict_on
 from router.lifecycle.lives import Noticed
 from router.lifecycle.lost import Waiters
 from router.ports import Clock
@@ -139,7 +139,7 @@ class Watch:
             if count:
                 log.warning(
                     "replica %s of fleet %s gave no sign of life for %g s: %d turns given up",
-                    replica, self._fleet, self._rules.lost_s, count,
+                    replica, self._fleet, self._rules.silent_s, count,
                 )  # fmt: skip
 
     def bytes_came(self, replica: str) -> None:
@@ -153,6 +153,7 @@ class Watch:
         seen, now_s = self._seen.get(replica), self._clock.monotonic_s()
         if seen is None:
             return
+        self._tell(replica, seen, now_s)
         if error.refused:
             seen.health.refused(now_s)
         else:
@@ -175,11 +176,12 @@ class Watch:
     ) -> None:
         """A turn there is over. `status` and `error` as for `verdict_on`; `began_s`: monotonic time."""
         now_s = self._clock.monotonic_s()
+        self._tell(replica, seen, now_s)
         verdict = verdict_on(end, status, error, flows=seen.health.flows(now_s))
-        if seen.health.turn_ended(verdict, began_s, now_s, may_eject=self._can_do_without(replica)):
+        may_eject = verdict is Verdict.FAULT and self._can_do_without(replica)
+        if seen.health.turn_ended(verdict, began_s, now_s, may_eject=may_eject):
             seen.why = f"its turns fail, the last one so: {error or f'it answered {status}'}"
-        if self._seen.get(replica) is seen:
-            self._tell(replica, seen, now_s)
+        self._tell(replica, seen, now_s)
 
     # --- what is so ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +211,12 @@ class Watch:
         return 2 * (out + 1) <= alive
 
     def _tell(self, replica: str, seen: Seen, now_s: float) -> None:
-        """One log line for a change of state; being not ready for one reason or another is one state here."""
+        """One log line for a change of state; being not ready for one reason or another is one state here.
+
+        Called before and after what changes it, since time alone changes it too.
+        """
+        if self._seen.get(replica) is not seen:  # it left the fleet
+            return
         state, before = seen.health.state(now_s), seen.told
         served = before is not None and before.usable
         if state is before or not (state.usable or served or before is None):

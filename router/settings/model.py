@@ -402,11 +402,11 @@ class Ejection(Group):
         description="Seconds it is out at most, and after which one repeat is forgotten. 60: one failed turn a minute "
         "is a small price for noticing that it is well again.",
     )
-    lost_s: Seconds = Field(
+    silent_s: Seconds = Field(
         10.0,
-        description="Seconds without an answer to a probe or a byte of a turn after which turns at a dead replica are "
-        "given up, to be placed elsewhere where the client has seen nothing. 10: longer than a prefill holds back an "
-        "engine's other streams.",
+        description="Seconds without a byte of any turn after which a replica that answers no probe is dead; and, where "
+        "no probe has been answered for as long either, turns that wait there are given up, to be placed elsewhere "
+        "where the client has seen nothing. 10: a long prefill holds back an engine's other streams for some seconds.",
     )
 
 

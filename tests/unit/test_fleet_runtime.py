@@ -16,7 +16,7 @@ from router.domain.replica import Capacity, Fleet, Profile, Standing
 from router.domain.session import Binding
 from router.domain.shared import Ask, Claim, Member, View
 from router.lifecycle.fleet import FleetRuntime, FleetSpec, replica_id
-from router.lifecycle.health import ALIVE_BY_BYTES_S
+from router.lifecycle.health import Ejection
 from router.lifecycle.watch import FOREIGN_WINDOW
 from tests.fakes import DOWN, FLEET, LIFE, SILENT, UP, FakeClock, FakeProber, FakeStore, Gate, prompt, stage, url_of
 
@@ -254,7 +254,7 @@ async def test_busy_is_not_dead() -> None:
         fleet.watch.bytes_came("r0:1")
         watch.clock.at_s += 1
         assert fleet.healthy("r0:1")
-    watch.clock.at_s += ALIVE_BY_BYTES_S
+    watch.clock.at_s += Ejection().silent_s
     assert not fleet.healthy("r0:1")
 
 

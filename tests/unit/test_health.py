@@ -19,7 +19,7 @@ from router.lifecycle.health import Ejection, Health, State, Verdict, verdict_on
 from router.lifecycle.lost import Waiters
 from tests.fakes import DOWN, SILENT, UP
 
-RULES = Ejection(failures=3, base_s=5.0, max_s=60.0, lost_s=10.0)
+RULES = Ejection(failures=3, base_s=5.0, max_s=60.0, silent_s=10.0)
 OK, BAD, NEITHER = Verdict.SUCCESS, Verdict.FAULT, Verdict.NEITHER
 UNREADY = replace(UP, ready=False)
 NEVER_READY = Observation(failure=Failure.TIMEOUT)
