@@ -423,6 +423,7 @@ def _tuning(settings: Settings) -> Tuning:
         mu=given.mu,
         beta_s=given.beta_s,
         crowd_half_life_s=given.crowd_half_life_s,
+        live_half_life_s=given.live_half_life_s,
         expected_output_tokens=given.expected_output_tokens,
         ramp_s=given.ramp_s,
     )

@@ -87,7 +87,7 @@ class Load:
     """Weight of live branches bound here, decayed to `crowd_at_s`."""
     crowd_at_s: float = 0.0
     live_tokens: float = 0.0
-    """KV tokens that live branches bound here want kept, decayed to `crowd_at_s`."""
+    """KV tokens that live branches bound here want kept, decayed to `crowd_at_s` too."""
 
 
 ZERO_LOAD = Load()

@@ -73,6 +73,7 @@ class Claim:
     """The branch's share of its home's crowd from now on."""
     text_bytes: int
     crowd_half_life_s: float
+    live_half_life_s: float = 120.0
     live_tokens: int = 0
     """The branch's share of its home's live tokens from now on."""
     inherited_tokens: int = 0

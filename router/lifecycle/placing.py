@@ -193,7 +193,7 @@ class Placing:
             await self._returning.write(fleet, entry)
             return await self._store.fetch(fleet.name, ask)
         if entry.written:
-            self._remembered.owed.set()  # it was told, and has forgotten: perhaps all
+            self._remembered.doubt()  # it was told, and has forgotten: perhaps all
         lives = any(is_home(replica, entry.claim.home) for replica in fleet.snapshot(view).replicas)
         return replace(view, branch=entry.branch(), depth=found.depth) if lives else view
 
@@ -329,6 +329,7 @@ class Placing:
             weight=branch_weight(turn.prompt_tokens),
             text_bytes=lineage.tip.text_bytes if lineage.tip is not None else 0,
             crowd_half_life_s=self._tuning.crowd_half_life_s,
+            live_half_life_s=self._tuning.live_half_life_s,
             live_tokens=live_tokens,
             inherited_tokens=inherited_tokens,
             named=facts.session is not None,
@@ -349,7 +350,7 @@ class Placing:
         if held.claim is not None:
             self._leases.add(fleet, lease_of(held.claim))
             chain = ask_for(facts).boundaries[1 if facts.session is None else 2 :] if blind else ()
-            self._remembered.note(fleet, held.claim, written=not blind, chain=chain)
+            self._remembered.note(fleet, held.claim, held.since_s, written=not blind, chain=chain)
         self._observer.emit(TurnStarted(held.record.turn.id, fleet, held.record.placed.replica))
         return held
 

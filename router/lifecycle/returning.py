@@ -2,8 +2,10 @@
 
 While the store is away branches are bound without it, and turns end untold. Once it answers again, in this order:
 
-1. *Has it lost all?* It is asked for the newest branches that it should know. Knows it none, it was flushed or
-   restarted empty, and all that this router remembers is written anew.
+1. *Has it lost anything?* It is asked for some of the branches that it should know. After an absence, or where a turn
+   found its branch forgotten, one whose newest end it does not know is enough: it was flushed, restarted empty or from
+   an older copy, and all that this router remembers is told it anew (with the shares of crowd that are left of it).
+   Where nothing raises the doubt it must not know half of them at all.
 2. Branches of running turns are written, then their leases are taken again: in-flight counts are true from here on.
 3. Settlements that failed are repeated.
 4. All other branches are written, newest first, a few at a time, so that nobody feels it.
@@ -29,8 +31,9 @@ from router.lifecycle.leases import Leases
 from router.lifecycle.remembered import Entry, Remembered
 from router.lifecycle.settling import Settling
 from router.placement.catch_up import overdue
+from router.placement.cost import decay
 from router.placement.filters import is_home
-from router.ports import Store
+from router.ports import Clock, Store
 
 __all__ = ["Returning"]
 
@@ -45,6 +48,8 @@ AGAIN_S: Final = 0.25
 CHECK_S: Final = 5.0
 """Between questions whether the store has lost all, where nothing else raises it."""
 SAMPLE: Final = 8
+LOSS_S: Final = 60.0
+"""Between two losses: a store that evicts branches would else be told them all the time."""
 
 
 class Returning:
@@ -53,18 +58,29 @@ class Returning:
     def __init__(
         self,
         store: Store,
+        clock: Clock,
         leases: Leases,
         settling: Settling,
         remembered: Remembered,
         new_id: Callable[[], str],
         tips_max: int,
+        branch_ttl_s: float,
     ) -> None:
         self._store = store
+        self._clock = clock
+        self._branch_ttl_s = branch_ttl_s
+        self._lost_s: dict[str, float] = {}
         self._leases = leases
         self._settling = settling
         self._remembered = remembered
         self._new_id = new_id
         self._tips_max = tips_max
+        self._at_work = False
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is anything to tell the store, as far as is known."""
+        return self._at_work or self._remembered.owed.is_set()
 
     async def run(self, fleets: Iterable[FleetRuntime]) -> None:
         """Until cancelled."""
@@ -73,7 +89,7 @@ class Returning:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_S):
                     await owed.wait()
-            owing = owed.is_set()
+            self._at_work = owing = owed.is_set()
             owed.clear()
             try:
                 for fleet in fleets:
@@ -82,13 +98,11 @@ class Returning:
                 log.debug("the store is not told yet what it missed: %s", error)
                 owed.set()
                 await asyncio.sleep(AGAIN_S)
+            self._at_work = False
 
     async def catch_up(self, fleet: FleetRuntime, *, owing: bool = True) -> None:
         """All that one fleet owes; with `owing` False only where the store has lost everything. Raises StoreError."""
-        lost = await self._has_lost_all(fleet)
-        if lost:
-            self._remembered.lost(fleet.name)
-        elif not owing:
+        if not await self._learn_of_loss(fleet.name) and not owing:
             return
         running = self._leases.branches(fleet.name)
         unwritten = self._remembered.unwritten(fleet.name)
@@ -108,11 +122,24 @@ class Returning:
             await self._claim(fleet.name, entry, now)
         self._remembered.wrote(entry, claim.branch if now is None else now.branch)
 
-    async def _has_lost_all(self, fleet: FleetRuntime) -> bool:
-        tips = tuple(tip.hash for entry in self._remembered.sample(fleet.name, SAMPLE) for tip in entry.claim.tips[:1])
-        if not tips:
+    async def _learn_of_loss(self, fleet: str) -> bool:
+        """Whether the store has lost what it was told; then all of it is owed."""
+        now_s = self._clock.monotonic_s()
+        since_s = now_s - self._branch_ttl_s  # what is older may have expired there
+        if now_s - self._lost_s.get(fleet, -LOSS_S) < LOSS_S:
             return False
-        return (await self._store.fetch(fleet.name, Ask(session=None, boundaries=tips))).branch is None
+        doubted, self._remembered.doubted = self._remembered.doubted, False
+        sample = self._remembered.sample(fleet, SAMPLE, since_s)
+        # Other routers may have gone on with a branch and thinned its older ends out.
+        ends = [entry.claim.tips[:1] if doubted else entry.claim.tips for entry in sample]
+        asked = (Ask(session=None, boundaries=tuple(tip.hash for tip in tips)) for tips in ends)
+        views = await asyncio.gather(*(self._store.fetch(fleet, ask) for ask in asked))
+        unknown = sum(view.branch is None for view in views)
+        if not unknown or (not doubted and 2 * unknown < len(views)):
+            return False
+        self._lost_s[fleet] = now_s
+        self._remembered.lost(fleet, since_s)
+        return True
 
     async def _write(self, fleet: FleetRuntime, entries: list[Entry]) -> None:
         for start in range(0, len(entries), BATCH):
@@ -127,8 +154,11 @@ class Returning:
     async def _claim(self, fleet: str, entry: Entry, now: Claim) -> None:
         """Bind the branch under a lease that counts no tokens and is given back at once."""
         home = now.home
+        since_s = self._clock.monotonic_s() - entry.bound_s
         claim = replace(
             now,
+            weight=decay(now.weight, since_s, now.crowd_half_life_s),
+            live_tokens=int(decay(now.live_tokens, since_s, now.live_half_life_s)),
             lease=self._new_id(),
             replica=home.replica,
             incarnation=home.incarnation,

@@ -1,6 +1,6 @@
 """Whether a new session may begin: a fleet whose live KV no longer fits thrashes, so newcomers wait before it does.
 
-Every branch counts, at its home, the tokens it wants kept there, halved every `crowd_half_life_s` since its last turn
+Every branch counts, at its home, the tokens it wants kept there, halved every `live_half_life_s` since its last turn
 (`Load.live_tokens`). Where their sum nears the room of the replicas that may take a new branch, each further session
 would push out KV that a running one is about to ask for again: all of them then prefill instead of decoding. So
 sessions that are running go on, with their forks and subagents, and new ones wait at the door
@@ -61,7 +61,7 @@ def occupancy(fleet: Fleet, tuning: Tuning) -> Occupancy:
     for replica in fleet.replicas:
         if replica.standing is Standing.CORDONED and replica.healthy:
             continue
-        live += live_now(replica.load, fleet.now_s, tuning.crowd_half_life_s)
+        live += live_now(replica.load, fleet.now_s, tuning.live_half_life_s)
         if replica.standing is Standing.SERVING and replica.healthy:
             room += replica.capacity.device_tokens + replica.capacity.host_tokens
     return Occupancy(live, room)

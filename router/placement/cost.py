@@ -39,6 +39,7 @@ class Tuning:
     beta_s: float = 1.0
     """Seconds one live session costs a newcomer branch beside it: about 40 turns, each some 25 ms slower."""
     crowd_half_life_s: float = 300.0
+    live_half_life_s: float = 120.0
     expected_output_tokens: int = 440
     """Mean output of a coding-agent turn (WEKA traces)."""
     ramp_s: float = 10.0

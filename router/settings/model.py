@@ -321,6 +321,11 @@ class Placement(Group):
         300.0,
         description="Seconds in which an idle branch's share in the crowd halves. 300: most agent pauses are shorter.",
     )
+    live_half_life_s: Seconds = Field(
+        120.0,
+        description="Seconds in which an idle branch's share in the live tokens halves, which admission goes by. 120: "
+        "the KV of agents that ended or wait for a human soon counts as free; did best in simulated overload.",
+    )
     expected_output_tokens: Count = Field(
         440, description="Output tokens expected of a turn. 440: mean of recorded coding-agent turns."
     )

@@ -25,9 +25,9 @@ left nothing, earlier ones may have); with more it replaces those of that replic
 residues and, in a session, eight heads are kept, newest first. A session is remembered once it has a head or a home,
 or its claim says that it is named.
 
-**Crowd.** `acquire` moves the branch's shares of crowd and live tokens, decayed by half every `crowd_half_life_s`, out
-of its old home and its new ones into its new home, each only where the load entry is still of that incarnation. Never
-below zero. Both sums are decayed to one instant, `crowd_at_s`.
+**Crowd.** `acquire` moves the branch's shares of crowd and live tokens, halved every `crowd_half_life_s` and
+`live_half_life_s`, out of its old home and its new ones into its new home, each only where the load entry is still of
+that incarnation. Never below zero. Both sums are decayed to one instant, `crowd_at_s`.
 
 **Settle** is idempotent by lease: counts change only while the lease is recorded. Tokens, residue, beliefs and
 response are written by every call, for a turn may outlive its lease.
@@ -147,9 +147,11 @@ class MemoryStore:
             life = at.lives[claim.replica] = _Life(claim.incarnation, Load(crowd_at_s=now_s))
         _take(at, life, lease_of(claim), _until_ms(now_s, claim.lease_ttl_s))
         if old is not None:
-            left = _decayed(1.0, now_s - old.active_at_s, claim.crowd_half_life_s)
-            _join(at.life(old.home), -left * old.weight, -left * old.live_tokens, now_s, claim.crowd_half_life_s)
-        _join(at.life(claim.home), claim.weight, claim.live_tokens, now_s, claim.crowd_half_life_s)
+            since_s = now_s - old.active_at_s
+            weight = _decayed(old.weight, since_s, claim.crowd_half_life_s)
+            live_tokens = _decayed(old.live_tokens, since_s, claim.live_half_life_s)
+            _join(at.life(old.home), -weight, -live_tokens, now_s, claim)
+        _join(at.life(claim.home), claim.weight, claim.live_tokens, now_s, claim)
         _register(at, claim, old, now_s)
         branch = replace(
             old if old is not None else Branch(claim.branch, claim.session),
@@ -294,13 +296,14 @@ def _remember(at: _Fleet, claim: Claim, now_s: float) -> None:
     at.sessions.put(name, replace(session, home=home, heads=heads), now_s, claim.branch_ttl_s)
 
 
-def _join(life: _Life | None, weight: float, live_tokens: float, now_s: float, half_life_s: float) -> None:
+def _join(life: _Life | None, weight: float, live_tokens: float, now_s: float, claim: Claim) -> None:
     """Add a branch's shares (or take negative ones) to a home's crowd and live tokens."""
     if life is not None:
         load = life.load
-        left = _decayed(1.0, now_s - load.crowd_at_s, half_life_s)
-        crowd, live = max(0.0, load.crowd * left + weight), max(0.0, load.live_tokens * left + live_tokens)
-        life.load = replace(load, crowd=crowd, live_tokens=live, crowd_at_s=now_s)
+        since_s = now_s - load.crowd_at_s
+        crowd = _decayed(load.crowd, since_s, claim.crowd_half_life_s) + weight
+        live = _decayed(load.live_tokens, since_s, claim.live_half_life_s) + live_tokens
+        life.load = replace(load, crowd=max(0.0, crowd), live_tokens=max(0.0, live), crowd_at_s=now_s)
 
 
 def _decayed(value: float, since_s: float, half_life_s: float) -> float:

@@ -28,7 +28,7 @@ from router.store.topology import topology_of
 
 __all__ = ["RedisStore", "Script", "load_scripts"]
 
-_CLAIM = struct.Struct("<qqqqqIddqqIIB")
+_CLAIM = struct.Struct("<qqqqqIddqqIIBd")
 _SETTLEMENT = struct.Struct("<IIqq")
 _LEASE = struct.Struct("<qq")
 
@@ -207,6 +207,7 @@ class RedisStore:
                 claim.live_tokens,
                 claim.inherited_tokens,
                 claim.named,
+                claim.live_half_life_s,
             ),
             HEADS_KEPT,
         )

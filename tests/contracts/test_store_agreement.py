@@ -42,6 +42,7 @@ def _claim(dice: random.Random, versions: dict[str, int]) -> Claim:
         weight=dice.random() * 10,
         text_bytes=dice.randint(0, 10_000),
         crowd_half_life_s=30.0,
+        live_half_life_s=12.0,
         live_tokens=dice.randint(0, 100_000),
         inherited_tokens=dice.randint(0, 1000),
         named=dice.random() < 0.3,

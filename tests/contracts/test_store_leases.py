@@ -300,9 +300,9 @@ async def test_a_spilled_turn_weighs_on_its_home_not_where_it_runs(fleet: Fleet)
 
 
 async def test_live_tokens_are_the_decayed_shares_of_the_branches_at_home(fleet: Fleet) -> None:
-    """As the crowd: a branch's share is what its last turn said, halved every half-life, and moves with the branch."""
+    """As the crowd, with a half-life of its own: what the last turn of each said, and it moves with the branch."""
     await fleet.win(claim("l1", "b1", B1, live_tokens=1_000, inherited_tokens=300))
-    await fleet.world.advance(60.0)
+    await fleet.world.advance(30.0)
     await fleet.win(claim("l2", "b2", B2, live_tokens=200))
     load = (await fleet.look()).loads["r1"]
     assert (load.live_tokens, load.crowd_at_s) == (pytest.approx(700.0), fleet.world.clock.time_s)

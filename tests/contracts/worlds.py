@@ -136,6 +136,7 @@ def claim(lease: str = "l1", branch: str = "b1", *tips: Boundary, **changes: obj
         weight=2.0,
         text_bytes=400,
         crowd_half_life_s=60.0,
+        live_half_life_s=30.0,
     )
     return replace(given, **changes)  # type: ignore[arg-type]
 

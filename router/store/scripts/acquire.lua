@@ -6,7 +6,7 @@
 local lease_id, replica, incarnation, branch_id, session_id = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local tip, tips, head, home, home_incarnation = ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10]
 local version, prefill, locked, observed, slack, text_bytes, weight, half_life, branch_ttl, lease_ttl, live, inherited,
-  named = struct.unpack('<i8i8i8i8i8I4ddi8i8I4I4B', ARGV[13])
+  named, live_half_life = struct.unpack('<i8i8i8i8i8I4ddi8i8I4I4Bd', ARGV[13])
 
 local function known(branch)
   return parse_branch(read(base .. 'n:' .. branch)) ~= nil
@@ -42,21 +42,20 @@ redis.call('HSET', KEYS[3], lease_id, pack_lease({
 
 -- Crowd and live tokens: the branch's shares leave its old home and join its new one, where these lives still are.
 local loads = {[replica] = load}
-local function left(since)
-  return 2 ^ (-math.max(0, now - since) / half_life)
+local function decayed(value, since, half)
+  return value * 2 ^ (-math.max(0, now - since) / half)
 end
 local function join(where, life, share, tokens)
   local entry = loads[where] or read_load(where)
   if not entry or entry.incarnation ~= life then return end
-  local rest = left(entry.crowd_at)
-  entry.crowd = math.max(0, entry.crowd * rest + share)
-  entry.live = math.max(0, entry.live * rest + tokens)
+  entry.crowd = math.max(0, decayed(entry.crowd, entry.crowd_at, half_life) + share)
+  entry.live = math.max(0, decayed(entry.live, entry.crowd_at, live_half_life) + tokens)
   entry.crowd_at = now
   loads[where] = entry
 end
 if branch then
-  local rest = left(branch.active_at)
-  join(branch.home, branch.home_incarnation, -rest * branch.weight, -rest * branch.live)
+  join(branch.home, branch.home_incarnation, -decayed(branch.weight, branch.active_at, half_life),
+    -decayed(branch.live, branch.active_at, live_half_life))
 end
 join(home, home_incarnation, weight, live)
 for where, entry in pairs(loads) do write_load(where, entry) end
