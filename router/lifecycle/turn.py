@@ -28,7 +28,7 @@ from router.domain.turn import Facts, Turn
 from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.heartbeat import Heartbeat
 from router.lifecycle.leases import Leases
-from router.lifecycle.opening import BUSY_STATUS, Opening, QueueFullError
+from router.lifecycle.opening import BUSY_STATUS, Opening, QueueFullError, may_refuse
 from router.lifecycle.placing import Attempts, Limits, Placing
 from router.lifecycle.recent import Recent
 from router.lifecycle.remembered import Remembered
@@ -244,7 +244,7 @@ class Turns:
             forward.forget_body()  # no other replica can be tried any more
 
         opening = Opening(down, exchange, passage.reader, begin)
-        if self._refusal_s > 0 and facts.stream and head.status == OK_STATUS and self._another(held, attempts):
+        if self._refusal_s > 0 and may_refuse(facts, head) and self._another(held, attempts):
             opening.wait(self._refusal_s)
         else:
             opening.open()
@@ -255,7 +255,7 @@ class Turns:
             async with held.fleet.watch.waiting(placed.replica):
                 await exchange.relay(self._receiver(held, passage, down, opening, beat))
             passage.reader.finish()
-            opening.open()
+            opening.finish()
             down.end()
         finally:
             opening.forget()
