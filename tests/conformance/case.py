@@ -119,7 +119,7 @@ def case(
 
     def register(body: Body) -> Body:
         subject = body.__module__.rpartition(".")[2]
-        name = f"{subject}.{body.__name__}"  # type: ignore[attr-defined]
+        name = f"{subject}.{body.__name__}"
         for dialect in each or (None,):
             found: dict[str, Any] = {"id": name if dialect is None else f"{name}[{dialect}]"}
             if any(known.id == found["id"] for known in CASES):

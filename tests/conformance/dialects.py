@@ -98,13 +98,13 @@ def whole(dialect: Dialect, answer_id: str, prompt_tokens: int, text: str = "fin
 
 def events(dialect: Dialect, answer_id: str, prompt_tokens: int, pieces: Sequence[str] = ("fi", "ne ☃")) -> list[bytes]:
     """A stream, event by event, with its terminal event last."""
+    found: list[bytes] = []
     match dialect:
         case Dialect.MESSAGES:
             return _messages(answer_id, prompt_tokens, pieces)
         case Dialect.RESPONSES:
             return _responses(answer_id, prompt_tokens, pieces)
         case Dialect.GENERATE:
-            found = []
             for number in range(1, len(pieces) + 1):
                 meta = _meta(answer_id, prompt_tokens, number, done=number == len(pieces))
                 text = "".join(pieces[:number])
@@ -131,6 +131,7 @@ def events(dialect: Dialect, answer_id: str, prompt_tokens: int, pieces: Sequenc
 def queue_full(dialect: Dialect, answer_id: str) -> list[bytes]:
     """What SGLang 0.5.23 streams, under a 200, when `--max-queued-requests` is reached."""
     says = "The request queue is full."
+    event = b""
     match dialect:
         case Dialect.MESSAGES:
             usage = {"input_tokens": 0, "output_tokens": 0}
@@ -142,7 +143,7 @@ def queue_full(dialect: Dialect, answer_id: str) -> list[bytes]:
                 _event("message_stop", {}),
             ]
         case Dialect.RESPONSES:
-            shown = {"id": answer_id, "object": "response", "status": "in_progress", "output": [], "usage": None}
+            shown: dict[str, Any] = {"id": answer_id, "object": "response", "status": "in_progress", "output": []}
             failed = {**shown, "status": "failed", "error": {"code": "server_error", "message": says}}
             return [
                 _event("response.created", {"response": shown, "sequence_number": 0}),
@@ -165,8 +166,8 @@ def refusal(status: int) -> bytes:
 
 
 def _messages(answer_id: str, prompt_tokens: int, pieces: Sequence[str]) -> list[bytes]:
-    start = {"id": answer_id, "type": "message", "role": "assistant", "content": [], "model": MODEL}
-    start["stop_reason"] = start["stop_sequence"] = None
+    start: dict[str, Any] = {"id": answer_id, "type": "message", "role": "assistant", "content": [], "model": MODEL}
+    start |= {"stop_reason": None, "stop_sequence": None}
     usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
     deltas = [{"index": 0, "delta": {"type": "text_delta", "text": piece}} for piece in pieces]
     stop = {"delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": {"output_tokens": len(pieces)}}

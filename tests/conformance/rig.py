@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -148,11 +149,7 @@ class Stage:
     async def idle(self, within_s: float = 2.0) -> None:
         """Until no router says that anything is in flight."""
         for router in self.routers:
-            await until(
-                lambda router=router: self._idle(router),
-                within_s,
-                "turns are still in flight by the router's own metrics",
-            )
+            await until(partial(self._idle, router), within_s, "turns are still in flight by the router's own metrics")
 
     async def _idle(self, router: Router) -> bool:
         return await self.adapter.turns_in_flight(router) == 0

@@ -99,7 +99,6 @@ class Router:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=self._folder,
                 env={**os.environ, **self._launch.env},
                 start_new_session=True,
             )
@@ -222,12 +221,12 @@ class Redis:
             await asyncio.sleep(0.02)
         raise Failed("redis-server did not start")
 
-    async def keys(self) -> list[str]:
+    async def keys(self) -> list[bytes]:
         """All of them."""
         async with redis.asyncio.Redis(host=HOST, port=self.port) as client:
-            return [key.decode() async for key in client.scan_iter(count=1000)]
+            return [key async for key in client.scan_iter(count=1000)]
 
-    async def ttl(self, key: str) -> int:
+    async def ttl(self, key: bytes) -> int:
         """Seconds until it expires; negative: never."""
         async with redis.asyncio.Redis(host=HOST, port=self.port) as client:
             return int(await client.ttl(key))

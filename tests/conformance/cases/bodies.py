@@ -108,7 +108,8 @@ async def too_large(rig: Rig) -> None:
 @rule("A response of 40 MB arrives whole.", *_BIG, limit_s=60)
 async def large_answer(rig: Rig) -> None:
     stage = await rig.shared()
-    told = b'{"id":"x","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":{"role":"assistant",'
+    told = b'{"id":"x","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,'
+    told += b'"message":{"role":"assistant",'
     told += b'"content":"' + b"y" * (40 * _MB) + b'"},"finish_reason":"stop"}]}'
 
     async def tell(visit: Visit) -> None:

@@ -20,13 +20,12 @@ async def _pass(stage: Stage, count: int, size_bytes: int, *, named: bool) -> No
 
     async def some(number: int) -> None:
         for index in range(number):
-            given = {} if named else {"name": "", "system": f"Agent {number} {index} {id(given_mark)}."}
-            session = stage.session(size_bytes=size_bytes, **given)
+            name = None if named else ""
+            session = stage.session(name=name, system=f"Agent {number} {index}.", size_bytes=size_bytes)
             await session.send(stream=False)
             for replica in stage.replicas:
                 replica.seen.clear()
 
-    given_mark = object()
     await asyncio.gather(*(some(count // 8) for _ in range(8)))
 
 

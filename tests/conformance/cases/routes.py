@@ -83,7 +83,7 @@ async def ready(rig: Rig) -> None:
 
 
 @rule(
-    "A model that no replica serves is refused by a 404 or by the replica, not sent to one that serves another in silence.",
+    "A model that no replica serves is refused by a 400 or 404, of the router or of the replica that was asked.",
     "Roost",
 )
 async def unknown_model(rig: Rig) -> None:
