@@ -82,6 +82,16 @@ async def test_what_one_router_is_told_the_other_does_at_once(valkey_url: str, h
                 assert (await told.turn(each)).replica == moved[each.name]
 
 
+async def test_a_replica_whose_name_no_store_takes_is_refused_and_not_an_error() -> None:
+    """Ids in the store have at most 255 bytes, those of idn hosts included."""
+    async with running(settings_for([])) as roost:
+        for host in ("a" * 260, ".".join(["a" * 60] * 5), "ü" * 200):
+            status, told = await roost.admin("POST", "/admin/replicas", {"url": f"http://{host}:1"})
+            assert status == 400, host
+            assert told["error"].startswith("url ")
+        assert await roost.replicas() == {}
+
+
 async def test_a_cordoned_replica_keeps_its_sessions_and_gets_no_new_ones(valkey_url: str) -> None:
     async with replicas(3) as fleet:
         settings = sharing(fleet, valkey_url, "cordon")

@@ -1,4 +1,4 @@
-"""A full queue as `/v1/responses` says it without a stream, HTTP 400 with "503: " in front, and other 400s beside it."""
+"""A full queue as `/v1/responses` says it without a stream, HTTP 400 with "503: " in front, and other 400s."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from router.domain.errors import UpstreamUnreachable
 from router.domain.replica import Capacity, Fleet, Profile, Standing
 from router.domain.session import Binding
 from router.domain.shared import Ask, Claim, Member, View
-from router.lifecycle.fleet import FleetRuntime, FleetSpec, replica_id
+from router.lifecycle.fleet import RECORD_TRIES, FleetRuntime, FleetSpec, replica_id
 from router.lifecycle.health import Ejection
 from router.lifecycle.watch import FOREIGN_WINDOW
 from tests.fakes import DOWN, FLEET, LIFE, SILENT, UP, FakeClock, FakeProber, FakeStore, Gate, prompt, stage, url_of
@@ -471,6 +471,43 @@ async def test_recording_a_life_keeps_what_an_operator_said_meanwhile() -> None:
     await look(fleet, lived(1))
     (member,) = fleet.members
     assert (member.standing, member.incarnation) == (Standing.DRAINING, "life-1")
+
+
+@pytest.mark.parametrize("rivals", [1, 3, 50])
+async def test_what_an_operator_says_at_the_same_moment_is_never_undone_by_a_probe(rivals: int) -> None:
+    """The record is read, and written over by others before the probe's finding is: compared and set, tried again."""
+    watch, fleet = await one_replica()
+    await look(fleet, lived(0))
+    store, word = watch.store, iter([Standing.CORDONED, Standing.DRAINING] * 50)
+    put, left = store.put_member, [rivals]
+
+    async def raced(name: str, member: Member, *, only_if_absent: bool = False, expected: Member | None = None) -> bool:
+        if expected is not None and left[0]:
+            left[0] -= 1
+            (now,) = (await store.members(FLEET)).members
+            await put(FLEET, replace(now, standing=next(word)))
+        return await put(name, member, only_if_absent=only_if_absent, expected=expected)
+
+    store.put_member = raced  # type: ignore[method-assign]
+    await look(fleet, lived(1))
+    (member,) = (await store.members(FLEET)).members
+    assert member.standing in (Standing.CORDONED, Standing.DRAINING)
+    assert member.incarnation == ("life-1" if rivals < RECORD_TRIES else "life-0")
+    left[0] = 0
+    await look(fleet, lived(1))  # what was left undone, the next probe does
+    (member,) = (await store.members(FLEET)).members
+    assert (member.standing is not Standing.SERVING, member.incarnation) == (True, "life-1")
+
+
+async def test_a_replica_that_only_reports_is_recorded_by_the_first_word_of_an_operator() -> None:
+    watch = Watch()
+    fleet = watch.router()
+    await reported(watch, fleet, encode_report(report()))
+    (member,) = fleet.members
+    assert await fleet.put(replace(member, standing=Standing.CORDONED), over=member)
+    assert not await fleet.put(replace(member, standing=Standing.DRAINING), over=member)  # read before that
+    (now,) = fleet.members
+    assert now.standing is Standing.CORDONED
 
 
 # --- the snapshot -----------------------------------------------------------------------------------------------------

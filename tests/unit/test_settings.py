@@ -30,7 +30,9 @@ from router.settings import (
 from router.settings.problems import Problem, describe
 from router.settings.values import SECRETS_TOLD, mask_url
 
-EVERYTHING = "listen, admin, auth, workers, store, fleets, identity, placement, limits, timeouts, log"
+EVERYTHING = (
+    "listen, admin, auth, workers, store, fleets, identity, placement, limits, timeouts, ejection, streams, log"
+)
 FLEET_KEYS = (
     "name, models, replicas, policy, profile, repairs, admission, probe_interval_s, "
     "replica_key_file, replica_key, client_credentials"
@@ -401,6 +403,11 @@ CONTRADICTIONS: list[tuple[str, str]] = [
         "fleets: [{name: a, replicas: ['http://X:1']}, {name: b, replicas: ['http://x:1/']}]",
         "fleets[1].replicas[0]: http://x:1 is already in fleets[0] ('a'), and its turns would be counted twice "
         "(allowed: each replica in one fleet, once; set by FILE)",
+    ),
+    (
+        "ejection: {max_s: 2}",
+        "ejection.max_s: 2 s is below ejection.base_s (5 s), the least that a replica is out "
+        "(allowed: 5 or more; set by FILE)",
     ),
 ]
 
