@@ -21,6 +21,15 @@ _COMPACTION = {"MOCK_BIGUSAGE": "2"}
 # By main request: two are refused with Retry-After, a turn works, then three break one after the other.
 _FAULTS = {"MOCK_FAIL": "1:429,2:503,4:reset,5:reset0,6:eof", "MOCK_NOSUB": "1", "MOCK_DELAY": "0.2"}
 _OWN_IDS = {"identity": {"session_headers": ["x-claude-code-session-id", "x-session-id", "session-id"]}}
+# The first two turns fall silent in the middle of their answer, far longer than the router waits to fill a silence.
+SILENCE_S, KEEPALIVE_S = 8, 1
+_SILENCES = {
+    "MOCK_FAIL": "1:stall,2:stall",
+    "MOCK_SILENCE_S": str(SILENCE_S),
+    "MOCK_NOSUB": "1",
+    "MOCK_DELAY": "0.2",
+}
+_KEEPALIVE = {"streams": {"keepalive_s": KEEPALIVE_S}}
 _NO_RETRIES = {"limits": {"retries": 0}}
 
 
@@ -51,6 +60,14 @@ class Runs:
             return (self.rig.run(harness, out, settings=_OWN_IDS, until_resume=cut),)
 
         return self._once("unnamed", name, one)[0]
+
+    def silent(self, name: str) -> Run:
+        """The recipe's first part before mocks that fall silent, through a router that fills silences."""
+
+        def one(harness: Harness, out: Path) -> tuple[Run]:
+            return (self.rig.run(harness, out, knobs=_SILENCES, settings=_KEEPALIVE, until_resume=True),)
+
+        return self._once("silent", name, one)[0]
 
     def faulty(self, name: str) -> tuple[Run, Run]:
         """The recipe's first part without and with the router, at the same time, before mocks that fail."""

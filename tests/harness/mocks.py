@@ -1,16 +1,19 @@
 """Several scripted models that follow one script: the shared mock, loaded once for each port.
 
-The copies share the mock's counters, so that `MOCK_FAIL=4:reset` means the fourth main request wherever it lands.
+The copies share the mock's counters, so that `MOCK_FAIL=4:reset` means the fourth main request wherever it lands. A
+`stall`, which the script means for ever, lasts `MOCK_SILENCE_S` where that is given, and the stream then goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from aiohttp import web
 
@@ -47,4 +50,19 @@ def _load(script: Path, knobs: Mapping[str, str], port: int, log: Path) -> Modul
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if (silence_s := knobs.get("MOCK_SILENCE_S")) is not None:
+        module.asyncio = _Hurried(float(silence_s))  # type: ignore[attr-defined]  # the script's own name for it
     return module
+
+
+class _Hurried:
+    """asyncio, but for a sleep that would outlast every run."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(min(delay_s, self._longest_s))
