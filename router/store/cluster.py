@@ -78,7 +78,7 @@ class Cluster:
                 word, *rest = str(error).split(" ")
                 if word == "TRYAGAIN" and loop.time() + TRYAGAIN_S < due:
                     await asyncio.sleep(TRYAGAIN_S)
-                    wire, asking = self._owners[slot] or wire, False
+                    wire, asking, hops = self._owners[slot] or wire, False, 0
                 elif word in {"MOVED", "ASK"} and hops < REDIRECTS_MAX:
                     hops += 1
                     wire, asking = self._sent_on(rest[-1], wire), word == "ASK"

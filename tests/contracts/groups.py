@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ class Node:
     process: subprocess.Popen[bytes]
     client: redis.Redis = field(repr=False)
 
-    def say(self, *command: str | int) -> Any:
+    def say(self, *command: str | int | bytes) -> Any:
         """What it answers to a command."""
         return self.client.execute_command(*command)  # type: ignore[no-untyped-call]
 
@@ -113,10 +113,11 @@ SLOTS = 16384
 class ClusterGroup:
     """Masters that share the slots evenly, each perhaps with a replica."""
 
-    def __init__(self, servers: Group, masters: int, *, replicas: bool, node_timeout_ms: int) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms))
+    def __init__(
+        self, servers: Group, masters: int, *, replicas: bool, node_timeout_ms: int, options: Sequence[str] = ()
+    ) -> None:
         self._servers = servers
-        self._options = options
+        self._options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms), *options)
         self.masters = [self.add() for _ in range(masters)]
         self.replicas = [self.add() for _ in range(masters if replicas else 0)]
         for number, node in enumerate(self.masters):
@@ -170,10 +171,10 @@ class ClusterGroup:
 
 @contextmanager
 def cluster(
-    kind: str, masters: int = 3, *, replicas: bool = False, node_timeout_ms: int = 1000
+    kind: str, masters: int = 3, *, replicas: bool = False, node_timeout_ms: int = 1000, options: Sequence[str] = ()
 ) -> Iterator[ClusterGroup]:
     with group(kind) as servers:
-        yield ClusterGroup(servers, masters, replicas=replicas, node_timeout_ms=node_timeout_ms)
+        yield ClusterGroup(servers, masters, replicas=replicas, node_timeout_ms=node_timeout_ms, options=options)
 
 
 # --- a master behind Sentinels ---------------------------------------------------------------------------------------
