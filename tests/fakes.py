@@ -18,7 +18,7 @@ from router.domain.decision import Placed
 from router.domain.errors import RoostError, StoreUnavailable
 from router.domain.replica import Load, Profile
 from router.domain.session import Branch
-from router.domain.shared import Acquired, Ask, Claim, Member, Membership, Settlement, Stale, View
+from router.domain.shared import Acquired, Ask, Claim, Lease, Member, Membership, Settlement, Stale, View
 from router.domain.turn import Dialect, Facts, Turn
 from router.lifecycle.fleet import FleetRuntime, FleetSpec
 from router.lifecycle.leases import Leases
@@ -55,6 +55,18 @@ class FakeClock:
     def monotonic_s(self) -> float:
         """The same seconds."""
         return self.at_s
+
+
+class LoopClock(FakeClock):
+    """The loop's time, which may be virtual."""
+
+    def now_s(self) -> float:
+        """Unix seconds."""
+        return self.at_s + asyncio.get_running_loop().time()
+
+    def monotonic_s(self) -> float:
+        """The same seconds."""
+        return self.now_s()
 
 
 class Gate:
@@ -136,7 +148,7 @@ class FakeStore(MemoryStore):
         settle = super().settle
         await self._call("settle", lambda: settle(fleet, settlement))
 
-    async def renew(self, fleet: str, leases: Sequence[str], lease_ttl_s: float) -> Sequence[str]:
+    async def renew(self, fleet: str, leases: Sequence[Lease], lease_ttl_s: float) -> Sequence[str]:
         """See `Store.renew`."""
         renew = super().renew
         return await self._call("renew", lambda: renew(fleet, leases, lease_ttl_s))
@@ -385,6 +397,12 @@ class Stage:
         """Where an attempt was placed."""
         return self.events.started[attempt].replica
 
+    async def join(self, number: int) -> None:
+        """One replica more, that is seen ready."""
+        await self.store.put_member(FLEET, Member(f"r{number}:1", url_of(number), "admin", incarnation=LIFE))
+        await self.fleet.refresh()
+        self.fleet.observed(f"r{number}:1", UP)
+
     async def settled(self) -> None:
         """All that was acquired has been given back, and every start has its end."""
         await self.turns.drained()
@@ -410,13 +428,15 @@ async def stage(
     store: FakeStore | None = None,
     profile: Profile | None = None,
     ids: str = "id",
+    admission: float = 0.0,
+    clock: FakeClock | None = None,
 ) -> Stage:
     """A fleet of equal replicas, all seen ready; `store` to share one between routers."""
     gate = store.gate if store is not None else Gate()
-    clock = FakeClock()
+    clock = clock or FakeClock()
     store = store or FakeStore(clock, gate)
     urls = tuple(url_of(number) for number in range(replicas))
-    spec = FleetSpec(FLEET, replicas=urls, policy=policy, profile=profile or Profile())
+    spec = FleetSpec(FLEET, replicas=urls, policy=policy, profile=profile or Profile(), admission=admission)
     fleet = FleetRuntime(spec, store, FakeProber(), clock)
     await fleet.enrol()
     for member in fleet.members:

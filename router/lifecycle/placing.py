@@ -36,6 +36,7 @@ from router.placement.cost import Rates, Tuning, branch_weight, rates_of
 from router.placement.decide import decide, turn_of
 from router.placement.filters import is_home
 from router.placement.lineage import Lineage, apart, ask_for, head_of, heads_of, kept_tips, trace
+from router.placement.scope import record_key
 from router.ports import Clock, Store
 from router.telemetry.events import Observer, TurnStarted
 
@@ -165,7 +166,7 @@ class Placing:
         if not attempts.behind and admits(need, seen, held.fleet.spec.admission):
             return need
         if facts.parent is not None:
-            family = await self._store.fetch(held.fleet.name, Ask(facts.parent))
+            family = await self._store.fetch(held.fleet.name, Ask(record_key(facts.tenant, facts.parent)))
             if family.session is not None:
                 return need
         raise NoRoomError(need, seen)

@@ -2,7 +2,7 @@
 
 One entry a branch, its newest claim with its newest ends, oldest entries forgotten first. An entry is *written* while
 the store has it. What was bound without the store is not, and after a flush nothing is; `router.lifecycle.returning`
-writes it back. Nothing here knows of time.
+writes it back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Final
 
 from router.domain.session import Binding, Branch, Residue
@@ -36,6 +35,8 @@ class Entry:
 
     fleet: str
     claim: Claim
+    bound_s: float
+    """Monotonic time of that."""
     written: bool
     tokens: int = 0
     """Prompt tokens of its newest settled turn."""
@@ -86,18 +87,25 @@ class Remembered:
         self._renamed: dict[str, str] = {}
         self.owed = asyncio.Event()
         """The store may lack something: a branch, a settlement, or all."""
+        self.doubted = False
+        """Whether it may have lost what it was told."""
+
+    def doubt(self) -> None:
+        """The store may have lost what it was told."""
+        self.doubted = True
+        self.owed.set()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def note(self, fleet: str, claim: Claim, *, written: bool, chain: Sequence[str] = ()) -> None:
+    def note(self, fleet: str, claim: Claim, bound_s: float, *, written: bool, chain: Sequence[str] = ()) -> None:
         """A branch was bound, in the store (`written`) or without it; `chain` are its prompt's boundaries."""
         if not claim.tips:
             return
         old = self._forget(claim.branch)
         if old is not None and claim.session_home is None:
             claim = replace(claim, session_home=old.claim.session_home)
-        entry = Entry(fleet, replace(claim, tips=claim.tips[:TIPS_KEPT]), written)
+        entry = Entry(fleet, replace(claim, tips=claim.tips[:TIPS_KEPT]), bound_s, written)
         if old is not None:
             entry.tokens, entry.left, entry.owed_tokens = old.tokens, old.left, old.owed_tokens
         self._entries[claim.branch] = entry
@@ -153,7 +161,7 @@ class Remembered:
             del self._renamed[next(iter(self._renamed))]
         tokens, left = entry.tokens, entry.left
         self._forget(entry.claim.branch)
-        self.note(entry.fleet, replace(entry.claim, branch=branch), written=True)
+        self.note(entry.fleet, replace(entry.claim, branch=branch), entry.bound_s, written=True)
         self._entries[branch].tokens, self._entries[branch].left = tokens, left
 
     def name_of(self, branch: str) -> str:
@@ -164,14 +172,15 @@ class Remembered:
         """What the store lacks, newest first."""
         return [entry for entry in self._newest_first(fleet) if not entry.written]
 
-    def sample(self, fleet: str, count: int) -> list[Entry]:
-        """The newest of those that the store should have."""
-        return list(islice((entry for entry in self._newest_first(fleet) if entry.written), count))
+    def sample(self, fleet: str, count: int, since_s: float) -> list[Entry]:
+        """Some of those that the store should have, bound since then, evenly from the newest to the oldest."""
+        written = [entry for entry in self._newest_first(fleet) if entry.written and entry.bound_s >= since_s]
+        return written[:: max(1, -(-len(written) // count))]
 
-    def lost(self, fleet: str) -> None:
-        """The store has forgotten all that it was told."""
+    def lost(self, fleet: str, since_s: float) -> None:
+        """The store has forgotten what it was told since then."""
         for entry in self._newest_first(fleet):
-            entry.written = False
+            entry.written = entry.written and entry.bound_s < since_s
         self.owed.set()
 
     def _newest_first(self, fleet: str) -> Iterator[Entry]:

@@ -90,19 +90,29 @@ class Returning:
                 async with asyncio.timeout(CHECK_S):
                     await owed.wait()
             self._at_work = owing = owed.is_set()
+            doubted = self._remembered.doubted
+            self._remembered.doubted = False
             owed.clear()
             try:
                 for fleet in fleets:
-                    await self.catch_up(fleet, owing=owing)
+                    await self.catch_up(fleet, owing=owing, doubted=doubted)
             except StoreError as error:
                 log.debug("the store is not told yet what it missed: %s", error)
+                self._remembered.doubted |= doubted
                 owed.set()
                 await asyncio.sleep(AGAIN_S)
             self._at_work = False
 
-    async def catch_up(self, fleet: FleetRuntime, *, owing: bool = True) -> None:
-        """All that one fleet owes; with `owing` False only where the store has lost everything. Raises StoreError."""
-        if not await self._learn_of_loss(fleet.name) and not owing:
+    def returned(self) -> None:
+        """The store is back from an absence."""
+        self._lost_s.clear()
+        self._remembered.doubt()
+
+    async def catch_up(self, fleet: FleetRuntime, *, owing: bool, doubted: bool) -> None:
+        """All that is owed for one fleet; nothing to do where `owing` is False and nothing was lost. Raises
+        StoreError.
+        """
+        if not await self._has_lost(fleet.name, doubted=doubted) and not owing:
             return
         running = self._leases.branches(fleet.name)
         unwritten = self._remembered.unwritten(fleet.name)
@@ -122,13 +132,12 @@ class Returning:
             await self._claim(fleet.name, entry, now)
         self._remembered.wrote(entry, claim.branch if now is None else now.branch)
 
-    async def _learn_of_loss(self, fleet: str) -> bool:
+    async def _has_lost(self, fleet: str, *, doubted: bool) -> bool:
         """Whether the store has lost what it was told; then all of it is owed."""
         now_s = self._clock.monotonic_s()
         since_s = now_s - self._branch_ttl_s  # what is older may have expired there
         if now_s - self._lost_s.get(fleet, -LOSS_S) < LOSS_S:
             return False
-        doubted, self._remembered.doubted = self._remembered.doubted, False
         sample = self._remembered.sample(fleet, SAMPLE, since_s)
         # Other routers may have gone on with a branch and thinned its older ends out.
         ends = [entry.claim.tips[:1] if doubted else entry.claim.tips for entry in sample]

@@ -92,7 +92,9 @@ class Turns:
         self._keepalive_s = limits.keepalive_s
         self._remembered = Remembered()
         self._settling = Settling(store, leases, self._remembered, observer, limits.branch_ttl_s)
-        self._returning = Returning(store, leases, self._settling, self._remembered, new_id, tips_max=limits.tips_kept)
+        self._returning = Returning(
+            store, clock, leases, self._settling, self._remembered, new_id, limits.tips_kept, limits.branch_ttl_s
+        )
         self._placing = Placing(
             store,
             clock,
@@ -142,10 +144,15 @@ class Turns:
         """Tell the store of these fleets what it missed while it was away, until cancelled."""
         await self._returning.run(fleets)
 
+    @property
+    def owes(self) -> bool:
+        """Whether the store still lacks what this router knows."""
+        return self._returning.owes
+
     def store_changed(self, up: bool) -> None:
         """The store went away, or is back."""
         if up:
-            self._remembered.owed.set()
+            self._returning.returned()
 
     def stopping(self) -> None:
         """Let nobody wait for room any more."""
