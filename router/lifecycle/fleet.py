@@ -84,6 +84,8 @@ class FleetRuntime:
         """What this router sees of the replicas."""
         self.watch.keep(configured)
         self._last_view: View | None = None
+        self._looked_round = False
+        """Whether every member of the beginning has been looked at once."""
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._refreshed = asyncio.Event()
         """Someone else read the membership again: there may be new members to probe."""
@@ -226,9 +228,9 @@ class FleetRuntime:
 
     async def _record(self, member_id: str) -> None:
         """Share what a probe found that all routers must agree on: incarnation, capacity, models."""
-        seen = self.watch.of(member_id)
-        found = seen.health.observation
-        if found is None or not found.reachable or found.ready is False:
+        seen = self.watch.find(member_id)
+        found = seen.health.observation if seen is not None else None
+        if seen is None or found is None or not found.reachable or found.ready is False:
             return
         try:
             # Another router may have recorded it meanwhile, or an operator cordoned the replica: then once more, and
@@ -303,8 +305,12 @@ class FleetRuntime:
     # --- for readiness, models and the admin API ----------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether a new branch could be placed now."""
-        return any(m.standing is Standing.SERVING and self.healthy(m.id) for m in self.members)
+        """Whether a new branch could be placed now, by one who has looked at every replica there was at the start: to a
+        router that has not, the homes it knows nothing of yet are gone, and it would move their branches.
+        """
+        if not self._looked_round:
+            self._looked_round = all(self.watch.state(m.id) is not State.UNKNOWN for m in self.members)
+        return self._looked_round and any(m.standing is Standing.SERVING and self.healthy(m.id) for m in self.members)
 
     def models(self) -> tuple[str, ...]:
         """Names this fleet serves: configured ones, else what its replicas say."""
