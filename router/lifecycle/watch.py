@@ -129,7 +129,9 @@ class Watch:
 
     def observed(self, replica: str, look: Observation, foreign: tuple[int, int]) -> None:
         """A probe has come back; `foreign`: the turns and waiting tokens that it saw beyond our leases."""
-        seen, now_s = self.of(replica), self._clock.monotonic_s()
+        seen, now_s = self._seen.get(replica), self._clock.monotonic_s()
+        if seen is None:  # it left the fleet meanwhile
+            return
         seen.health.observed(look, now_s)
         seen.foreign = (*seen.foreign, foreign)[-FOREIGN_WINDOW:]
         seen.why = "; ".join(look.problems) or "it says so"

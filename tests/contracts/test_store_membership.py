@@ -66,8 +66,14 @@ async def test_a_put_that_expects_a_record_writes_only_over_that_one(world: Worl
     assert await world.store.put_member(FLEET, both, expected=cordoned)
     assert await world.store.put_member(FLEET, both, expected=both)
     assert (await world.store.members(FLEET)).version == 3
-    for field, value in {"capacity": None, "models": ("kimi",), "joined_at_s": 1.2, "url": "http://other"}.items():
-        assert not await world.store.put_member(FLEET, cordoned, expected=replace(both, **{field: value}))
+    others = (
+        replace(both, capacity=None),
+        replace(both, models=("kimi",)),
+        replace(both, joined_at_s=1.2),
+        replace(both, url="http://other"),
+    )
+    for other in others:
+        assert not await world.store.put_member(FLEET, cordoned, expected=other)
     assert (await world.store.members(FLEET)).members == (both,)
 
 
