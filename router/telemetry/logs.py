@@ -1,11 +1,13 @@
 """Events as log lines: one structured line a turn, without prompt, key or raw id. Redaction is here: what is not named
-in `_turn_fields` cannot reach a line.
+in `_turn_fields` cannot reach a line. And so is what keeps a line a line: names that replicas, paths and operating
+systems give may hold line breaks and terminal commands, which are written out as escapes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -74,17 +76,40 @@ class _Json(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         try:
-            return msgspec.json.encode(line).decode()
+            text = msgspec.json.encode(line).decode()
         except (UnicodeEncodeError, TypeError):  # half a character in an operating system's text
-            return json.dumps(line, default=str)
+            text = json.dumps(line, default=str)
+        return _visible(text, _as_json)
 
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
         fields = getattr(record, _FIELDS, {})
-        told = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        told = " ".join(f"{name}={_visible(str(value))}" for name, value in fields.items() if value is not None)
         return f"{line} {told}" if told else line
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        return _visible(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 (logging's name)
+        """The only lines that belong to another; none of them can look like one of its own."""
+        return "\n".join(f"    {_visible(line)}" for line in super().formatException(ei).splitlines())
+
+
+def _as_python(char: str) -> str:
+    return ascii(char)[1:-1]
+
+
+def _as_json(char: str) -> str:
+    return json.dumps(char)[1:-1]
+
+
+def _visible(text: str, escaped: Callable[[str], str] = _as_python) -> str:
+    """Text that ends no line, moves no cursor and turns no writing direction, wherever it came from."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else escaped(char) for char in text)
 
 
 def configure(level: str, form: str) -> None:

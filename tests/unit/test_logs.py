@@ -98,3 +98,23 @@ def test_warnings_go_to_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
         logging.captureWarnings(capture=True)
         warnings.warn("careful", UserWarning, stacklevel=1)
     assert "careful" in json.loads(text.getvalue().splitlines()[0])["message"]
+
+
+EVIL = "a\r\n2026-01-01 00:00:00 INFO roost: forged\x1b[2J\x9b31m\u202e\u2028\x00\x85\udc80b\U000e0001"
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_no_text_can_forge_a_line_or_command_a_terminal(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """In the message, in a field, in an exception: line breaks, ANSI, bidirectional marks, half characters."""
+    text = written(monkeypatch, "info", form)
+    log = logging.getLogger("roost.test")
+    log.info("said %s", EVIL)
+    TurnLog().emit(dataclasses.replace(DONE, fleet=EVIL))
+    log.error("failed", exc_info=ValueError(EVIL))
+    lines = text.getvalue().split("\n")
+    assert all(line.isprintable() for line in lines)
+    own = [line for line in lines if line and not line.startswith("    ")]
+    assert len(own) == 3
+    assert not [line for line in lines if line.startswith("2026-01-01 00:00:00")]
+    if form == "json":
+        assert json.loads(own[0])["message"].startswith("said a\r\n2026")
