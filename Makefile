@@ -15,7 +15,7 @@ STAMP  := $(VENV)/.installed
 export UV_PYTHON_DOWNLOADS = never
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format lint types layers lock redis-server test-harness test-sglang bench soak
+.PHONY: help install demo test check format lint types layers lock redis-server test-harness test-sglang bench soak sim-fuzz
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,10 @@ bench: install ## What placing a turn costs here: identify, decide, store round 
 MINUTES ?= 30
 soak: install ## Two routers, Redis and six simulated replicas under faults (MINUTES=30, SOAK_ARGS="--json FILE").
 	$(PY) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
+
+SECONDS ?= 600
+sim-fuzz: install ## New seeds of the simulated fleet, on every core (SECONDS=600, SIM_ARGS="--replicas 50").
+	$(VENV)/bin/roost simulate --fuzz $(SECONDS) $(SIM_ARGS)
 
 # Locks carry hashes and no registry host, so that any mirror serves; uv is wanted on the PATH or in the venv.
 UV := $(if $(wildcard $(VENV)/bin/uv),$(VENV)/bin/uv,uv)

@@ -449,6 +449,11 @@ class Seen:
             self.breach.set_result(Breach("nothing fails unseen", what))
 
     @property
+    def at_s(self) -> float:
+        """Of the newest event."""
+        return self._last[-1][0] if self._last else 0.0
+
+    @property
     def digest(self) -> str:
         """Of every event so far, with its time."""
         return self._digest.hexdigest()

@@ -95,7 +95,8 @@ class UnknownAlike:
             raise Breach(self.rule, f"{told} by {event.router}, to {replica} by {router}, among {sorted(among)}")
 
 
-_LONGEST_S: Final = 1.0
+_LONGEST_S: Final = 5.0
+"""Eight rounds of two calls of 50 ms each, and the rounds of those that lost the same race before."""
 
 
 @dataclass
