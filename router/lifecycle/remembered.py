@@ -17,12 +17,12 @@ from router.domain.shared import Ask, Claim, Settlement
 
 __all__ = ["Entry", "Found", "Remembered"]
 
-BRANCHES_MAX: Final = 20_000
-"""Branches remembered: an hour's worth of a busy core. About 1.5 KB each (see `TIPS_KEPT`), so 30 MB at most."""
+BRANCHES_MAX: Final = 10_000
+"""Branches remembered: several times what a busy core has alive. 1.8 KB each, so 18 MB at most."""
 TIPS_KEPT: Final = 4
 """Ends by which a branch is found here; the store keeps more."""
 CHAINS_MAX: Final = 5_000
-"""Branches bound without the store that also remember their prompt's boundaries (2 to 3 KB each)."""
+"""Branches bound without the store that also remember their prompt's boundaries (2.9 KB each)."""
 CHAIN_KEPT: Final = 32
 """How many: some eight to sixteen messages, by which the store may know what this router did not."""
 RESPONSES_MAX: Final = 5_000
