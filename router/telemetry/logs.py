@@ -119,4 +119,7 @@ def configure(level: str, form: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # Where a line cannot be written, logging would print a traceback with whatever exception is being handled then,
+    # past the formatter.
+    logging.raiseExceptions = False
     logging.captureWarnings(capture=True)

@@ -26,6 +26,7 @@ def _loggers_as_they_were() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(capture=False)
+    logging.raiseExceptions = True
 
 
 def written(monkeypatch: pytest.MonkeyPatch, level: str, form: str) -> io.StringIO:
@@ -118,3 +119,14 @@ def test_no_text_can_forge_a_line_or_command_a_terminal(monkeypatch: pytest.Monk
     assert not [line for line in lines if line.startswith("2026-01-01 00:00:00")]
     if form == "json":
         assert json.loads(own[0])["message"].startswith("said a\r\n2026")
+
+
+def test_a_log_that_cannot_be_written_tells_nothing_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python's logging would print the exception being handled to standard error, unformatted."""
+    text = written(monkeypatch, "info", "json")
+    monkeypatch.undo()
+    text.close()
+    logging.getLogger("roost.test").error("lost", exc_info=ValueError(EVIL))
+    assert capfd.readouterr() == ("", "")
