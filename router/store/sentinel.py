@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,8 +38,6 @@ WATCH_S: Final = 1.0
 TROUBLED_S: Final = 0.1
 """The same while it does not."""
 
-_DEMOTED: Final = ("READONLY", "MASTERDOWN")
-
 
 @dataclass(frozen=True, slots=True)
 class _Master:
@@ -59,14 +58,9 @@ class Sentinels:
         self._master: _Master | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    async def call(self, key: bytes, command: Command, due: float) -> Any:  # noqa: ARG002 (one server has all keys)
+    def call(self, key: bytes, command: Command, due: float) -> Awaitable[Any]:  # noqa: ARG002 (one server has all)
         """See `Topology.call`."""
-        try:
-            return await self._wire.call(command, due)
-        except hiredis.ReplyError as error:
-            if str(error).startswith(_DEMOTED):
-                self._wire.lose("its server is no longer the master")
-            raise
+        return self._wire.call(command, due)
 
     async def close(self) -> None:
         """See `Topology.close`."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Protocol
-
-import hiredis
 
 from router.store.address import Address, Command
 from router.store.cluster import Cluster
@@ -22,7 +21,7 @@ class Topology(Protocol):
     label: str
     """For messages: where the store is, without credentials."""
 
-    async def call(self, key: bytes, command: Command, due: float) -> Any:
+    def call(self, key: bytes, command: Command, due: float) -> Awaitable[Any]:
         """The reply of the server that has `key`, by `due` (the loop's time) at the latest.
 
         Raises `hiredis.ReplyError` for an error reply, `StoreUnavailable` for no reply in time.
@@ -41,14 +40,9 @@ class Single:
         self.label = address.label
         self._wire = Wire(self.label, fixed(address))
 
-    async def call(self, key: bytes, command: Command, due: float) -> Any:  # noqa: ARG002 (one server has all keys)
+    def call(self, key: bytes, command: Command, due: float) -> Awaitable[Any]:  # noqa: ARG002 (one server has all)
         """See `Topology.call`."""
-        try:
-            return await self._wire.call(command, due)
-        except hiredis.ReplyError as error:
-            if str(error).startswith("READONLY"):  # a failover behind a name or a proxy: connect to who is there now
-                self._wire.lose("its server is a replica")
-            raise
+        return self._wire.call(command, due)
 
     async def close(self) -> None:
         """See `Topology.close`."""

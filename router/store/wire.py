@@ -37,6 +37,9 @@ REDIAL_S = 0.05
 """After a connection could not be made, calls fail at once for so long: a server that refuses is not hammered."""
 
 
+_DEMOTED = ("READONLY", "MASTERDOWN")
+
+
 def fixed(address: Address) -> Callable[[], Awaitable[Address]]:
     """For a `Wire` to a server that stays where it is."""
 
@@ -78,7 +81,13 @@ class Wire:
             link = await self._connect(due)
         if asking:
             link.send(("ASKING",), due).add_done_callback(_forget)
-        return await link.send(command, due)
+        try:
+            return await link.send(command, due)
+        except hiredis.ReplyError as error:
+            # A failover, perhaps behind a name or a proxy: the next call connects to who is the master then.
+            if str(error).startswith(_DEMOTED) and link is self._link:
+                self.lose("its server is no longer the master")
+            raise
 
     def lose(self, why: str) -> None:
         """Give the connection up, also one being made; calls under way fail, the next one connects anew."""
