@@ -315,3 +315,19 @@ def test_half_a_character_is_read_as_an_unknown_one(written: str, read: str) -> 
     assert (found.model, found.session_source) == ("m", "user")
     if "\ufffd" in read:
         assert found.chain == facts({"model": "m", "messages": [{"role": "user", "content": read}]}).chain
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [(7, 7), (-3, -3), (0, 0), ("7", None), (1.5, None), (None, None), (10**12, None)]
+)
+def test_a_priority_is_read_where_it_is_a_number(given: object, read: int | None) -> None:
+    """SGLang's own field; anything else is the engine's to judge."""
+    assert facts({"messages": [], "priority": given}).priority == read
+
+
+def test_a_subagent_with_a_session_of_its_own_names_its_parents() -> None:
+    """As the parent itself is known by, for the same tenant."""
+    parent = facts({"messages": []}, x_session_id="ses_parent")
+    child = facts({"messages": []}, x_session_id="ses_child", x_parent_session_id="ses_parent")
+    assert child.parent == parent.session != child.session
+    assert parent.parent is None

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.domain.decision import Reason
 from router.domain.outcome import End, Outcome, Usage
-from router.telemetry.events import TurnFinished, TurnRefused, TurnStarted
+from router.telemetry.events import FleetSeen, TurnFinished, TurnRefused, TurnStarted, TurnWaited, TurnWaiting
 from router.telemetry.metrics import Metrics
 
 DONE = TurnFinished(
@@ -87,6 +87,22 @@ def test_a_refusal_is_counted_by_dialect_and_code() -> None:
     metrics.emit(TurnRefused("", "messages", "invalid_request"))
     key = ("roost_requests_refused_total", (("code", "invalid_request"), ("dialect", "messages")))
     assert read(metrics)[key] == 1
+
+
+def test_who_waits_is_counted_until_it_waits_no_more() -> None:
+    metrics = Metrics()
+    metrics.emit(TurnWaiting("t1", "f"))
+    metrics.emit(TurnWaiting("t2", "f"))
+    waiting = ("roost_waiting", (("fleet", "f"),))
+    assert read(metrics)[waiting] == 2
+    metrics.emit(TurnWaited("t1", "f", 3.0, admitted=True))
+    metrics.emit(TurnWaited("t2", "f", 30.0, admitted=False))
+    metrics.emit(FleetSeen("f", 0.25))
+    found = read(metrics)
+    assert found[waiting] == 0
+    assert found["roost_wait_seconds_sum", (("fleet", "f"), ("result", "admitted"))] == 3.0
+    assert found["roost_wait_seconds_sum", (("fleet", "f"), ("result", "not_admitted"))] == 30.0
+    assert found["roost_kv_live_share", (("fleet", "f"),)] == 0.25
 
 
 def test_no_label_tells_of_a_session_branch_or_turn() -> None:
