@@ -34,7 +34,7 @@ from router.lifecycle.settling import WAITING_TOKENS_MIN, Held, Settling
 from router.placement.admission import Occupancy, admits, begins_session, live_share, need_of, occupancy
 from router.placement.cost import Rates, Tuning, branch_weight, rates_of
 from router.placement.decide import decide, turn_of
-from router.placement.filters import is_home
+from router.placement.filters import eligible, is_home
 from router.placement.lineage import Lineage, apart, ask_for, head_of, heads_of, kept_tips, trace
 from router.placement.scope import record_key
 from router.ports import Clock, Store
@@ -257,7 +257,7 @@ class Placing:
             snapshot,
             "rendezvous",
             self._tuning,
-            only=view.response_replica or (lineage.known.home if lineage.known is not None else None),
+            only=view.response_replica or _serving_home(lineage, snapshot, attempts),
             tried=attempts.tried,
             rates=rates,
         )
@@ -354,6 +354,13 @@ class Placing:
             self._remembered.note(fleet, held.claim, held.since_s, written=not blind, chain=chain)
         self._observer.emit(TurnStarted(held.record.turn.id, fleet, held.record.placed.replica))
         return held
+
+
+def _serving_home(lineage: Lineage, snapshot: Fleet, attempts: Attempts) -> Binding | None:
+    """The branch's home, if it is among those that may have the turn."""
+    home = lineage.known.home if lineage.known is not None else None
+    offered = any(is_home(replica, home) for replica in eligible(snapshot, home, attempts.tried))
+    return home if offered else None
 
 
 def _root(facts: Facts, turn: Turn) -> str:

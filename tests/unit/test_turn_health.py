@@ -143,6 +143,28 @@ async def test_where_only_ejected_ones_are_left_they_are_used() -> None:
     assert state(world, home) is State.WELL
 
 
+async def test_without_the_store_an_ejected_home_is_left_too_and_once() -> None:
+    world = await stage(3)
+    home = await ejected(world)
+    world.store.away = True
+    at(world, home, words())
+    for number in range(3):
+        await world.serve(prompt("word " * 2_000, f"blind {number}", "go on"))
+    served = world.events.finished[-3:]
+    assert all(turn.blind for turn in served)
+    assert home not in {turn.replica for turn in served}
+    assert len({turn.replica for turn in served}) == 1
+
+
+async def test_what_is_no_turn_is_asked_of_an_ejected_replica_only_where_all_are() -> None:
+    world = await stage(2)
+    home = await ejected(world)
+    assert home not in {member.id for member in world.fleet.usable()}
+    (other,) = {each.id for each in world.fleet.members} - {home}
+    world.fleet.observed(other, DOWN)
+    assert [member.id for member in world.fleet.usable()] == [home]
+
+
 async def test_on_probation_one_turn_at_a_time_until_one_has_succeeded() -> None:
     """New and home turns alike; a branch whose home is at its one turn spills, and keeps its home."""
     world = await stage(2)
