@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from router.api.keys import hash_of
+from router.api.keys import KeysFileError, hash_of
 from router.domain.turn import Dialect
 from router.placement.identity import session_token
 from router.placement.scope import named_scope
@@ -21,6 +21,7 @@ from tests.integration.conversations import Conversation
 from tests.integration.relay_rig import Client
 from tests.integration.replicas import DIALECTS, PATHS, Replica, Visit, replicas
 from tests.integration.roosts import PROBE_INTERVAL_S, Answer, Roost, running, settings_for, shared_store
+from tests.integration.supervised import supervised
 from tests.integration.test_gateway_secrets import written
 
 ACME, ACME_NEXT, OTHER, OPERATOR = "roost-acme-1", "roost-acme-2", "roost-other-1", "roost-operator"
@@ -449,3 +450,44 @@ async def test_what_roost_says_of_a_turn_is_roosts_word(tmp_path: Path) -> None:
         assert "x-roost-error" not in answer.headers
         assert answer.headers["x-own"] == "1"
         assert not [name for name, _ in fleet[0].seen[0].headers if name.lower().startswith(b"x-roost-")]
+
+
+# --- several workers -------------------------------------------------------------------------------------------------
+
+
+async def test_every_worker_asks_for_keys_and_shows_the_replicas_key(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Secrets reach workers though no rendering of settings shows them; the limit is one for all workers."""
+    tenants = {"acme": {"keys": [ACME], "rate_per_minute": 3}}
+    auth = {"keys_file": str(keys_file(tmp_path, tenants)), "replica_key": "sk-replica"}
+    folder = tmp_path_factory.mktemp("w")
+    async with replicas(1) as fleet:
+        fleet[0].api_key = "sk-replica"
+        async with (
+            supervised(folder, fleet, auth=auth) as roost,
+            roost.connection(only=0) as first,
+            roost.connection(only=1) as second,
+        ):
+            statuses = []
+            for number in range(6):
+                asked = asks(ACME, name=f"q{number}")
+                worker = (first, second)[number % 2]
+                async with worker.http.post("/v1/chat/completions", data=asked.body(), headers=asked.headers) as answer:
+                    await answer.read()
+                    statuses.append(answer.status)
+                async with worker.http.get("/v1/models") as answer:
+                    assert answer.status == 401
+            assert statuses == [200] * 3 + [429] * 3
+            assert {each.header(b"authorization")[0] for each in fleet[0].turns} == {b"Bearer sk-replica"}
+        log = "".join(roost.log.lines)
+        assert "sk-replica" not in log
+        assert ACME not in log
+
+
+async def test_a_keys_file_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
+    """A router that let everybody in, or nobody, would be the worse."""
+    absent = settings_for([], auth=Auth(keys_file=str(tmp_path / "absent")))
+    with pytest.raises(KeysFileError, match="absent"):
+        async with running(absent):
+            pytest.fail("it started")

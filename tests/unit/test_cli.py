@@ -14,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from router import __version__
+from router.api.keys import KeysFile
 from router.cli import app
 from router.settings import Fleet, Settings, effective
 
@@ -77,13 +78,13 @@ def test_the_routers_exit_code_is_the_commands(started: list[Settings]) -> None:
 def test_every_flag_of_the_contract_reaches_the_router(started: list[Settings], file: Path) -> None:
     """Others script against these flags: they stay."""
     file.write_text("timeouts: {idle_s: 5}\n", encoding="utf-8")
-    args = "--host h --port 1 --admin-host a --admin-port 2 --redis redis://r:3 --workers 4 --log-level debug"
+    args = "--host h --port 1 --admin-host 127.0.0.2 --admin-port 2 --redis redis://r:3 --workers 4 --log-level debug"
     args += f" --policy round_robin --store redis --replica http://x:1 --replica http://y:2 --config {file}"
     result = runner.invoke(app, ["router", *args.split()])
     assert result.exit_code == 7, result.output
     (settings,) = started
     assert (settings.listen.host, settings.listen.port) == ("h", 1)
-    assert (settings.admin.host, settings.admin.port) == ("a", 2)
+    assert (settings.admin.host, settings.admin.port) == ("127.0.0.2", 2)
     assert (settings.store.kind, settings.store.url) == ("redis", "redis://r:3")
     assert (settings.workers, settings.log.level, settings.timeouts.idle_s) == (4, "debug", 5)
     assert settings.fleets == (Fleet(name="default", replicas=("http://x:1", "http://y:2"), policy="round_robin"),)
@@ -214,3 +215,37 @@ def test_without_installed_commands_it_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "roost: no commands found; is Roost installed? (pip install .)\n"
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_key_and_its_line_fit_each_other(tmp_path: Path) -> None:
+    """What is printed goes into the file as it is, and the key then names the tenant."""
+    result = runner.invoke(app, ["keys", "new", "acme"])
+    assert result.exit_code == 0
+    told, _, lines = result.stdout.partition("\n\nfor auth.keys_file, under tenants:\n\n")
+    key = told.removeprefix("key, for the client: ")
+    assert key.startswith("roost-")
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"tenants:\n{lines}")
+    assert KeysFile(file).ring.find([(b"x-api-key", key.encode())]).name == "acme"
+    hashed = runner.invoke(app, ["keys", "hash"], input=f"{key}\n")
+    assert hashed.stdout.strip() in lines
+    checked = runner.invoke(app, ["keys", "check", str(file)])
+    assert (checked.exit_code, checked.stdout) == (0, f"{file}: 1 keys; comes in: acme\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "said"),
+    [
+        (["keys", "new", "a b"], "", "cannot be a tenant's name"),
+        (["keys", "hash"], "short\n", "can be guessed"),
+        (["keys", "hash"], "", "can be guessed"),
+        (["keys", "check", "/absent/keys"], "", "No such file"),
+    ],
+)
+def test_keys_that_cannot_be_end_with_2(args: list[str], given: str, said: str) -> None:
+    result = runner.invoke(app, args, input=given)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr

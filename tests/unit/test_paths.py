@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.api.paths import BROADCAST, error_dialect, stored_response, turn_dialect
+from router.api.paths import BROADCAST, computes, error_dialect, stored_response, tenant_may, turn_dialect
 from router.domain.turn import Dialect
 
 TURNS = {
@@ -60,3 +60,47 @@ def test_the_id_of_a_stored_response_is_read_from_its_path(path: str, response_i
 
 def test_no_turn_is_broadcast() -> None:
     assert not BROADCAST & set(TURNS)
+
+
+@pytest.mark.parametrize("path", sorted(TURNS))
+def test_a_tenant_may_ask_its_turns_and_they_count(path: str) -> None:
+    assert tenant_may("POST", path)
+    assert computes("POST", path)
+    assert not computes("GET", path)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("GET", "/v1/responses/resp_1/input_items"),
+        ("GET", "/v1/models/org/model"),
+        ("POST", "/v1/messages/count_tokens"),
+    ],
+)
+def test_a_tenant_may_ask_what_concerns_nobody_else(method: str, path: str) -> None:
+    assert tenant_may(method, path)
+    assert not computes(method, path)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("POST", path) for path in sorted(BROADCAST)),
+        ("POST", "/v1/responses/resp_1"),
+        ("GET", "/v1/responses/resp_1/cancel"),
+        ("GET", "/v1/responses/../flush_cache"),
+        ("GET", "/v1/responses/a%2Fb"),
+        ("POST", "/v1/models/x"),
+        ("GET", "/v1/chat/completions"),
+        ("POST", "/V1/CHAT/COMPLETIONS"),
+        ("POST", "/v1/chat/completions/"),
+        ("POST", ""),
+        ("GET", "/"),
+        ("CONNECT", "/v1/chat/completions"),
+    ],
+)
+def test_all_else_is_not_for_every_tenant(method: str, path: str) -> None:
+    assert not tenant_may(method, path)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from router.domain.errors import MalformedRequest, UpstreamBroken
 from router.ports import ResponseHead
 from router.upstream.wire import (
+    Header,
     forward_request_headers,
     forward_response_headers,
     has_no_body,
@@ -16,6 +17,7 @@ from router.upstream.wire import (
     request_head,
     response_head,
     via_of,
+    with_credentials,
 )
 
 ORIGIN = parse_origin("http://replica:30000")
@@ -66,7 +68,7 @@ def test_what_is_no_origin(url: str) -> None:
 
 
 def test_request_headers() -> None:
-    """Hop-by-hop headers go, those that Connection names too; all others stay as they are, in order, and Via is added."""
+    """Hop-by-hop headers go, those that Connection names too; all others stay as they are, in order; Via is added."""
     assert forward_request_headers(
         (
             (b"HOST", b"x"),
@@ -91,6 +93,26 @@ def test_request_headers() -> None:
         (b"SESSION_ID", b"2"),
         (b"Via", b"1.0 roost"),
     )
+
+
+CLIENTS_OWN = (
+    (b"AUTHORIZATION", b"Bearer c"),
+    (b"x-Api-Key", b"c"),
+    (b"Api-Key", b"c"),
+    (b"Cookie", b"c"),
+    (b"authorization", b"Basic c"),
+)
+OTHERS = ((b"A", b"1"), (b"authorization-x", b"2"))
+
+
+@pytest.mark.parametrize("given", [(), CLIENTS_OWN])
+def test_a_replica_is_shown_one_key_at_most(given: tuple[Header, ...]) -> None:
+    """Its own where it has one, the client's only where they are kept, none else."""
+    headers = (OTHERS[0], *given, OTHERS[1])
+    assert with_credentials(headers, None, keep=True) == headers
+    assert with_credentials(headers, None, keep=False) == OTHERS
+    for keep in (True, False):
+        assert with_credentials(headers, b"r", keep=keep) == (*OTHERS, (b"Authorization", b"Bearer r"))
 
 
 def test_response_headers() -> None:
