@@ -74,7 +74,7 @@ class Canon:
             return found
         found = self._old.get(key)
         if found is None:
-            parts = canonical(bytes(raw), self._unseen)
+            parts = canonical(raw, self._unseen)
             found = (xxh3_128_digest(b"\x1e".join(parts)), sum(map(len, parts)))
         if len(self._new) >= self._size:
             self._old, self._new = self._new, {}
@@ -118,16 +118,16 @@ def chain_token_ids(start: bytes, ids: Sequence[int]) -> Chain:
     return chain_text(start, packed)
 
 
-def canonical(raw: bytes, unseen: frozenset[str] = frozenset()) -> list[bytes]:
+def canonical(raw: bytes | memoryview, unseen: frozenset[str] = frozenset()) -> list[bytes]:
     """The parts of one message that a chat template would see. Unreadable bytes are returned as they are."""
     try:
         message = _decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return [raw]
+        return [bytes(raw)]
     if isinstance(message, str):
         return [b"user", _text(message)]
     if not isinstance(message, dict):
-        return [raw]
+        return [bytes(raw)]
     role = message.pop("role", None)
     parts = [_text(role) if isinstance(role, str) else b""]
     content = message.pop("content", None)

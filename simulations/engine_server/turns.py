@@ -49,6 +49,13 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 async def turn(engine: Engine, request: web.Request) -> web.StreamResponse:
     """Answer one turn."""
+    try:
+        return await _turn(engine, request)
+    except ConnectionResetError:  # the client left while it was being written to, and this task is about to be told
+        return web.Response()
+
+
+async def _turn(engine: Engine, request: web.Request) -> web.StreamResponse:
     path = request.path
     voice_of = VOICES[path]
     try:

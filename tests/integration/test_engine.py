@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from typing import Any
 
 import aiohttp
@@ -12,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.discovery.observation import Engine as Kind
 from router.discovery.observation import Observation
 from router.discovery.probe import Probe, open_session
-from tests.integration.engine_rig import Client, engine
+from tests.integration.engine_rig import FAST, Client, engine
 from tests.sglang.client import prose
 from tests.sglang.dialects import CHAT, COMPLETIONS, DIALECTS, GENERATE, MESSAGES, RESPONSES, Dialect, events_of
 from tests.sglang.servers import MODEL
@@ -190,6 +192,24 @@ async def test_a_client_that_leaves_ends_its_turn(dialect: Dialect, stream: bool
         task.cancel()
         await client.until(running=0)
         assert client.engine.driver.snapshot().counters.aborted == 1
+
+
+@dialects
+async def test_clients_that_leave_a_fast_stream_are_no_error(
+    dialect: Dialect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whenever they do: what is being written when the connection breaks is not worth a word in the log."""
+    async with engine(time_scale=FAST) as client:
+        asked = json.dumps(dialect.body("s", [], "x", max_tokens=LONG, stream=True)).encode()
+        head = f"POST {dialect.path} HTTP/1.1\r\nHost: e\r\nContent-Type: application/json\r\n"
+        for chunks in range(12):
+            reader, writer = await asyncio.open_connection(client.engine.host, client.engine.port)
+            writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(asked) + asked)
+            for _ in range(chunks):
+                await reader.readline()
+            writer.transport.abort()
+        await client.until(running=0)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_an_abort_by_prefix_ends_turns_with_what_they_said() -> None:
