@@ -5,9 +5,10 @@ Who waits is decided in `router.placement.admission`; here is in what order they
 - *Fair by tenant*: tenants take turns; within one, the higher `priority` of the request goes first, then who came
   first. Where the next of a tenant does not fit, the others' next may; nobody overtakes within a tenant.
 - *Bounded*: at most `queue_max` turns wait in one fleet of this process, each at most `queue_s` seconds. Into a full
-  room a tenant still gets by taking the last seat of the one that has most, if that leaves it no worse than itself.
+  room a turn still gets by taking the last seat of its own tenant if it goes before that, or of the tenant that has
+  most if that leaves it no worse than its own.
 - *Sent away* is who waited in vain or found no seat, and everybody at shutdown: 503 with a Retry-After that grows with
-  the queue and differs from turn to turn, so that they do not all come back at once.
+  the queue and differs from turn to turn, so that they do not all come back at once. Who comes back has its old place.
 
 Room comes as live tokens decay, sessions move and replicas join, whichever router saw it: so the room looks at the
 store once a second while somebody waits, and not at all otherwise. A look lets them in one by one, each with a fetch
@@ -37,6 +38,9 @@ __all__ = ["LOOK_S", "Seat", "Waiting", "WaitingRoom", "watch"]
 LOOK_S: Final = 1.0
 """Seconds between two looks whether there is room: decay frees a few thousandths of a fleet's room in one."""
 
+RETURNING_MAX: Final = 4096
+"""Turns sent away whose place is kept (some hundred bytes each)."""
+
 _Call = Literal["come", "displaced", "closing"]
 
 
@@ -45,11 +49,12 @@ class Seat:
     """One turn that waits."""
 
     tenant: str
-    session: str | None
+    who: str | None
+    """Its session, or the prompt of a keyless client."""
     turn: str
     priority: int
     number: int
-    """Counts arrivals."""
+    """Counts arrivals; who was sent away and comes back keeps its first."""
     need_tokens: int
     until_s: float
     """Loop time at which it has waited in vain."""
@@ -80,6 +85,8 @@ class WaitingRoom:
         self._queue_s = queue_s
         self._tenants: dict[str, list[Seat]] = {}
         self._arrivals = 0
+        self._first: dict[str, int] = {}
+        """By who was sent away: its number, oldest first."""
         self._called: Seat | None = None
         """Being placed: the others wait for what becomes of it."""
         self._sweep = _Sweep()
@@ -89,24 +96,17 @@ class WaitingRoom:
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
 
-    def take(self, turn: str, tenant: str, session: str | None, priority: int, need_tokens: int) -> Seat:
+    def take(self, turn: str, tenant: str, who: str | None, priority: int, need_tokens: int) -> Seat:
         """A seat. Raises FleetFull where there is none."""
-        if self._closed:
-            raise self._full(turn, "this router is stopping")
-        if len(self) >= self._queue_max and not self._displace(tenant):
-            raise self._full(turn, f"{len(self)} new sessions wait already")
         loop = asyncio.get_running_loop()
         self._arrivals += 1
-        seat = Seat(
-            tenant,
-            session,
-            turn,
-            priority,
-            self._arrivals,
-            need_tokens,
-            loop.time() + self._queue_s,
-            loop.create_future(),
-        )
+        number = self._arrivals if who is None else self._first.pop(who, self._arrivals)
+        until_s = loop.time() + self._queue_s
+        seat = Seat(tenant, who, turn, priority, number, need_tokens, until_s, loop.create_future())
+        if self._closed:
+            raise self._full(seat, "this router is stopping")
+        if len(self) >= self._queue_max and not self._displace(seat):
+            raise self._full(seat, f"{len(self)} new sessions wait already")
         insort(self._tenants.setdefault(tenant, []), seat, key=lambda each: each.order)
         self._look_later()
         return seat
@@ -117,11 +117,11 @@ class WaitingRoom:
             async with asyncio.timeout_at(seat.until_s):
                 call = await seat.call
         except TimeoutError:
-            raise self._full(seat.turn, f"no room for a new session within {self._queue_s:g} s") from None
+            raise self._full(seat, f"no room for a new session within {self._queue_s:g} s") from None
         if call == "displaced":
-            raise self._full(seat.turn, "other tenants' new sessions wait too")
+            raise self._full(seat, "others go before it, and all seats are taken")
         if call == "closing":
-            raise self._full(seat.turn, "this router is stopping")
+            raise self._full(seat, "this router is stopping")
 
     def found_none(self, seat: Seat, seen: Occupancy) -> None:
         """It was called, and there is no room for it."""
@@ -182,17 +182,20 @@ class WaitingRoom:
     def _call_family(self, admitted: Seat) -> None:
         """Others of a session that is in need not wait any more: it is known."""
         for seat in self._tenants.get(admitted.tenant, []):
-            if admitted.session is not None and seat.session == admitted.session and not seat.call.done():
+            if admitted.who is not None and seat.who == admitted.who and not seat.call.done():
                 seat.call.set_result("come")
 
-    def _displace(self, tenant: str) -> bool:
-        """Take the last seat of the tenant that has most, where it then still has as many as `tenant` will have."""
-        most = max(self._tenants.values(), key=len, default=[])
-        seat = next((each for each in reversed(most) if not each.call.done()), None)
-        if seat is None or len(most) < len(self._tenants.get(tenant, [])) + 2:
+    def _displace(self, newcomer: Seat) -> bool:
+        """Have somebody give up its seat to the newcomer: see the module."""
+        own, most = self._tenants.get(newcomer.tenant, []), max(self._tenants.values(), key=len, default=[])
+        if own and newcomer.order < own[-1].order:
+            loser = _last(own)
+        else:
+            loser = _last(most) if len(most) >= len(own) + 2 else None
+        if loser is None:
             return False
-        seat.call.set_result("displaced")
-        self.leave(seat, admitted=False)
+        loser.call.set_result("displaced")
+        self.leave(loser, admitted=False)
         return True
 
     def _look_later(self) -> None:
@@ -203,9 +206,18 @@ class WaitingRoom:
         self._timer = None
         self.look()
 
-    def _full(self, turn: str, why: str) -> FleetFull:
+    def _full(self, seat: Seat, why: str) -> FleetFull:
+        if seat.who is not None:
+            self._first[seat.who] = seat.number
+            if len(self._first) > RETURNING_MAX:
+                del self._first[next(iter(self._first))]
         pressure = len(self) / self._queue_max if self._queue_max else 1.0
-        return FleetFull(f"the fleet is full: {why}", retry_after_s(turn, pressure))
+        return FleetFull(f"the fleet is full: {why}", retry_after_s(seat.turn, pressure))
+
+
+def _last(seats: list[Seat]) -> Seat | None:
+    """The last that nobody has called."""
+    return next((each for each in reversed(seats) if not each.call.done()), None)
 
 
 class Waiting:
@@ -241,7 +253,8 @@ class Waiting:
     async def _wait(
         self, room: WaitingRoom, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: Attempts, need_tokens: int
     ) -> Held:
-        seat = room.take(turn_id, facts.tenant, facts.session, facts.priority or 0, need_tokens)
+        who = facts.session or (facts.chain.hashes[-1] if facts.chain else None)
+        seat = room.take(turn_id, facts.tenant, who, facts.priority or 0, need_tokens)
         began_s, admitted = self._clock.monotonic_s(), False
         self._observer.emit(TurnWaiting(turn_id, fleet.name))
         try:

@@ -51,11 +51,17 @@ class Guests:
         self.room = WaitingRoom(limit=1.0, queue_max=queue_max, queue_s=queue_s)
         self.seats: dict[str, Seat] = {}
 
-    def come(self, name: str, tenant: str, priority: int = 0, need: int = 10, session: str | None = None) -> None:
-        self.seats[name] = self.room.take(name, tenant, session, priority, need)
+    def come(self, name: str, tenant: str, priority: int = 0, need: int = 10, who: str | None = None) -> None:
+        self.seats[name] = self.room.take(name, tenant, who, priority, need)
 
     def called(self) -> list[str]:
         return [name for name, seat in self.seats.items() if seat.call.done() and seat.call.result() == "come"]
+
+    async def wait_in_vain(self, name: str) -> None:
+        """Whenever it is called there is no room."""
+        while True:
+            await self.room.called(self.seats[name])
+            self.room.found_none(self.seats[name], FULL)
 
     def admit_one(self) -> str:
         """Whoever is called gets in."""
@@ -139,16 +145,10 @@ async def test_a_look_comes_once_a_second_while_somebody_waits_and_not_otherwise
 async def test_who_waits_in_vain_is_told_when_to_come_back() -> None:
     guests = Guests(queue_s=30.0)
     guests.come("a1", "a")
-    seat = guests.seats["a1"]
     loop = asyncio.get_running_loop()
 
-    async def wait() -> None:
-        while True:
-            await guests.room.called(seat)
-            guests.room.found_none(seat, FULL)
-
     with pytest.raises(FleetFull, match="within 30 s") as refused:
-        await wait()
+        await guests.wait_in_vain("a1")
     assert loop.time() == pytest.approx(30.0)
     assert (refused.value.status, refused.value.code) == (503, "fleet_full")
     assert 1 <= refused.value.retry_after_s <= 60
@@ -163,7 +163,7 @@ async def test_a_full_room_refuses_and_one_tenant_cannot_fill_it() -> None:
     with pytest.raises(FleetFull, match="4 new sessions wait already"):
         guests.come("a5", "a")
     guests.come("b1", "b")
-    with pytest.raises(FleetFull, match="other tenants"):
+    with pytest.raises(FleetFull, match="others go before it"):
         await guests.room.called(guests.seats["a4"])
     guests.come("b2", "b")
     with pytest.raises(FleetFull):
@@ -171,6 +171,40 @@ async def test_a_full_room_refuses_and_one_tenant_cannot_fill_it() -> None:
     assert len(guests.room) == 4
     del guests.seats["a3"], guests.seats["a4"]
     assert guests.admit_all() == ["a1", "b1", "a2", "b2"]
+
+
+@virtual
+async def test_who_was_sent_away_and_comes_back_has_its_old_place() -> None:
+    """Else whoever is refused often enough would never get in, however long it has been asking."""
+    guests = Guests(queue_max=2, queue_s=5.0)
+    guests.come("early", "a", who="s1")
+    await asyncio.sleep(4.0)
+    guests.come("late", "a", who="s2")
+    with pytest.raises(FleetFull):
+        guests.come("latest", "a", who="s3")
+    with pytest.raises(FleetFull, match="within 5 s"):
+        await guests.wait_in_vain("early")
+    guests.room.leave(guests.seats.pop("early"), admitted=False)
+    guests.room.found_none(guests.seats["late"], FULL)
+    guests.come("new", "a", who="s4")
+    guests.come("early again", "a", who="s1")
+    with pytest.raises(FleetFull, match="others go before it"):
+        await guests.room.called(guests.seats["new"])
+    del guests.seats["new"]
+    assert guests.admit_all() == ["early again", "late"]
+
+
+@virtual
+async def test_into_a_full_room_a_higher_priority_gets_before_the_last_of_its_own_tenant() -> None:
+    guests = Guests(queue_max=2)
+    guests.come("a1", "a")
+    guests.come("b1", "b")
+    guests.come("a2", "a", priority=1)
+    with pytest.raises(FleetFull):
+        await guests.room.called(guests.seats.pop("a1"))
+    with pytest.raises(FleetFull):
+        guests.come("a3", "a", priority=1)
+    assert guests.admit_all() == ["b1", "a2"]
 
 
 @virtual
@@ -195,10 +229,10 @@ async def test_who_leaves_frees_its_seat_and_whoever_was_to_follow_is_called() -
 @virtual
 async def test_others_of_a_session_that_got_in_need_not_wait_any_more() -> None:
     guests = Guests()
-    guests.come("main", "a", session="s1")
-    guests.come("stranger", "a", session="s2")
-    guests.come("title", "a", session="s1")
-    guests.come("elsewhere", "b", session="s1")
+    guests.come("main", "a", who="s1")
+    guests.come("stranger", "a", who="s2")
+    guests.come("title", "a", who="s1")
+    guests.come("elsewhere", "b", who="s1")
     guests.room.look()
     guests.room.leave(guests.seats.pop("main"), admitted=True)
     assert guests.called() == ["title", "elsewhere"]
