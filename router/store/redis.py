@@ -25,6 +25,7 @@ from router.store import codec
 from router.store.address import Command
 from router.store.keys import HEADS_KEPT, RESIDUES_KEPT, SCHEMA, SWEEP_MAX, FleetKeys, key_type, schema_key
 from router.store.topology import topology_of
+from router.store.wire import CONNECT_TIMEOUT_S
 
 __all__ = ["RedisStore", "Script", "load_scripts"]
 
@@ -122,13 +123,16 @@ class RedisStore:
             url, username=username, password_file=password_file, sentinel_password_file=sentinel_password_file
         )
         self._timeout_s = timeout_s
+        self._opened = False
         self._fleets: dict[str, _Fleet] = {}
 
     async def open(self) -> None:
-        """Connect and claim the schema; see `Store.open`."""
-        key = schema_key(self._prefix)
-        await self._call(("SET", key, SCHEMA, "NX"), [key])
-        found = await self._call(("GET", key), [key])
+        """Connect and claim the schema; see `Store.open`. The first time, no turn waits for it: it may take longer."""
+        patience_s = self._timeout_s if self._opened else max(self._timeout_s, CONNECT_TIMEOUT_S)
+        self._opened = True
+        key, due = schema_key(self._prefix), asyncio.get_running_loop().time() + patience_s
+        await self._call(("SET", key, SCHEMA, "NX"), [key], due)
+        found = await self._call(("GET", key), [key], due)
         if found != SCHEMA.encode():
             raise StoreForeign(
                 f"store {self._topology.label}: {key.decode()} says schema {found!r}, and this Roost writes "

@@ -19,6 +19,9 @@ from router.store.redis import RedisStore
 from tests.contracts.groups import Node, cluster, sentinels, until
 from tests.contracts.servers import KINDS
 from tests.contracts.worlds import FLEET, boundary, claim
+from tests.integration.conversations import Conversation
+from tests.integration.replicas import replicas
+from tests.integration.roosts import Roost, running, settings_for, shared_store
 
 KEYS = FleetKeys("roost", FLEET)
 TIMEOUT_S = 0.05
@@ -143,3 +146,43 @@ async def answered(store: RedisStore, boundary_hash: str) -> View:
             return await store.fetch(FLEET, Ask(None, (boundary_hash,)))
         except StoreUnavailable:
             await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+async def test_turns_go_on_at_home_while_the_stores_master_dies(topology: str) -> None:
+    """Ten sessions speak all the while, through two routers; a router that starts later finds them all at home."""
+    with TOPOLOGIES[topology]("redis") as group:
+        async with replicas(3) as fleet:
+            settings = settings_for(fleet, shared_store(group.url, timeout_s=0.5))
+            talks = [Conversation(f"talk {number}", header=("Modal-Session-Id", f"s{number}")) for number in range(10)]
+            homes: dict[str, set[str]] = {each.name: set() for each in talks}
+            async with running(settings, fleet) as one, running(settings, fleet) as other:
+                again = asyncio.Event()
+
+                async def talk(number: int) -> None:
+                    while not again.is_set():
+                        homes[talks[number].name].add((await (one, other)[number % 2].turn(talks[number])).replica)
+                        talks[number].grow()
+
+                async def up(roost: Roost, wanted: float) -> None:
+                    async def so() -> bool:
+                        return f"roost_store_up {wanted}" in await roost.metrics()
+
+                    await roost.until(so)
+
+                async with asyncio.TaskGroup() as tasks:
+                    for number in range(len(talks)):
+                        tasks.create_task(talk(number))
+                    try:
+                        await up(one, 1.0)
+                        group.master.kill()
+                        await asyncio.gather(up(one, 0.0), up(other, 0.0))
+                        await asyncio.gather(up(one, 1.0), up(other, 1.0))
+                    finally:
+                        again.set()
+            async with running(settings, fleet) as later:
+                for each in talks:
+                    answer = await later.turn(each)
+                    homes[each.name].add(answer.replica)
+                    assert answer.reason == "home"
+            assert {len(home) for home in homes.values()} == {1}
