@@ -86,7 +86,7 @@ async def memory_is_bounded(rig: Rig) -> None:
 
 
 @rule(
-    "A body above the router's limit is refused by a 413 that says so, in JSON, before it is read.",
+    "A body above the router's limit is refused by a 413 before it is read.",
     *_BIG,
     needs=[Can.BOUNDED_BODY],
 )
@@ -102,7 +102,6 @@ async def too_large(rig: Rig) -> None:
             await flow.head()
             answer = await flow.rest()
     check(answer.status == 413, f"{size} bytes were announced and answered {answer.short}")
-    check(b"{" in answer.body, f"the refusal is no JSON: {answer.short}")
 
 
 @rule("A response of 40 MB arrives whole.", *_BIG, limit_s=60)

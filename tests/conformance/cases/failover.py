@@ -70,7 +70,7 @@ async def rebinds_once(rig: Rig) -> None:
 
 @rule(
     "A turn whose replica says 503 is tried elsewhere.",
-    "https://github.com/sgl-project/sglang/issues/20851",
+    *_FAILOVER,
     each=DIALECTS,
 )
 async def full(rig: Rig, dialect: Dialect) -> None:
@@ -87,7 +87,6 @@ async def full(rig: Rig, dialect: Dialect) -> None:
 
 @rule(
     "A turn whose replica's queue is full, said by SGLang inside the stream after a 200, is tried elsewhere.",
-    "https://github.com/sgl-project/sglang/issues/22511",
     "Roost",
     needs=[Can.FIRST_FRAME],
     each=DIALECTS,
@@ -108,7 +107,7 @@ async def full_in_stream(rig: Rig, dialect: Dialect) -> None:
 
 @rule(
     "No replica is asked twice for the same turn.",
-    "https://github.com/BerriAI/litellm/issues/17991",
+    "Roost",
 )
 async def never_twice(rig: Rig) -> None:
     stage = await rig.stage(3)
@@ -142,7 +141,7 @@ async def all_refuse(rig: Rig, dialect: Dialect) -> None:
 
 
 @rule(
-    "A replica's own 400 passes to the client with its body and is not tried elsewhere.",
+    "A replica's own 400 passes to the client with its message and is not tried elsewhere.",
     "https://github.com/sgl-project/sglang/issues/8500",
     each=DIALECTS,
 )
@@ -156,14 +155,14 @@ async def bad_request_passes(rig: Rig, dialect: Dialect) -> None:
     stage.script(refuse)
     turn = await stage.session(dialect).send()
     check(turn.answer.status == 400, f"a replica's 400 was passed on as {turn.answer.short}")
-    check(turn.answer.body == says, f"its body was passed on as {turn.answer.short}")
+    check(b"too long" in turn.answer.body, f"its message was passed on as {turn.answer.short}")
     check(len(turn.replicas) == 1, f"{len(turn.replicas)} replicas were asked for a bad request")
 
 
 @rule(
     "A turn that a replica took and then broke off before its head is asked of each replica at most once, and answered "
     "or failed with an error.",
-    "https://github.com/ai-dynamo/dynamo/pull/10920",
+    "https://www.rfc-editor.org/rfc/rfc9110#section-9.2.2",
 )
 async def broken_before_head(rig: Rig) -> None:
     stage = await rig.stage(3)

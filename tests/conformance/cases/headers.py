@@ -49,7 +49,7 @@ async def raw(stage: Stage, data: bytes, wait_s: float = 5.0) -> bytes:
             wait_s = 0.5
 
 
-@rule("Headers that nobody knows reach the replica.", "https://github.com/sgl-project/sglang/issues/22743")
+@rule("Headers that nobody knows reach the replica.", "https://www.rfc-editor.org/rfc/rfc9110#section-5.1")
 async def unknown_pass(rig: Rig) -> None:
     stage = await rig.shared()
     given = {

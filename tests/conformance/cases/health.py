@@ -17,10 +17,10 @@ _STARVED = (
 
 
 @rule(
-    "A replica that streams but does not answer its health probe for 12 s, as in a long prefill, keeps its sessions.",
+    "A replica that streams but does not answer its health probe for 30 s, as in a long prefill, keeps its sessions.",
     *_STARVED,
     needs=[Can.SESSIONS],
-    limit_s=60,
+    limit_s=75,
     waits=True,
 )
 async def busy_keeps_sessions(rig: Rig) -> None:
@@ -45,7 +45,7 @@ async def busy_keeps_sessions(rig: Rig) -> None:
     running = asyncio.create_task(other.send())
     await until(lambda: home.running == 1, 10.0, "the long turn did not reach its session's replica")
     home.health = "silent"
-    await asyncio.sleep(12)
+    await asyncio.sleep(30)
     second = asyncio.create_task(session.send())
     await asyncio.sleep(0.5)
     enough.set()

@@ -98,7 +98,11 @@ async def comes_back(rig: Rig) -> None:
     stage = await rig.stage(2)
     replica = stage.replicas[0]
     await members(stage).remove(stage.router, replica.url)
-    await asyncio.sleep(1)
+
+    async def gone() -> bool:
+        return replica.url not in await members(stage).known(stage.router)
+
+    await until(gone, 15.0, "a removed replica is still listed")
     before = len(replica.turns)
     for session in stage.sessions(3):
         await session.turn()
