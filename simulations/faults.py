@@ -129,7 +129,7 @@ def drawn(
     until_s: float,
     mean_gap_s: float,
 ) -> tuple[Fault, ...]:
-    """Faults of these kinds, in order of time. No two routers are ever down at once, nor is more than half the fleet."""
+    """Faults of these kinds, in order of time; no two routers are down at once, nor is more than half the fleet."""
     dice = random.Random(f"faults/{seed}")  # noqa: S311 (a schedule needs no secrecy)
     faults: list[Fault] = []
     chosen = [kind for kind in Kind if kind in kinds]

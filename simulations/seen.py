@@ -1,7 +1,7 @@
 """What an onlooker sees of a fleet: the events that checkers judge and that a run's digest is made of.
 
-Events say what happened at a border (a store call as the store carried it out, a request as a replica got it, bytes as a
-client got them), never why, and nothing of the scenario. `router` names one life of a router process (`a#0`); a
+Events say what happened at a border (a store call as the store carried it out, a request as a replica got it, bytes as
+a client got them), never why, and nothing of the scenario. `router` names one life of a router process (`a#0`); a
 `request` is one HTTP request of a client, so a client that tries again makes another; ids that a router draws while it
 serves a request begin with the request's (`request_of`).
 """
@@ -242,7 +242,7 @@ class Probed(NamedTuple):
         return f"probed {self.router} {self.url} {seen.reachable} {seen.ready} {seen.incarnation} {seen.running}"
 
 
-# --- the store, as it carries calls out --------------------------------------------------------------------------------
+# --- the store, as it carries calls out -------------------------------------------------------------------------------
 
 
 class Fetched(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Protocol
 from simulations.checkers.leases import LeasesAddUp, NothingLeftToExpire
 from simulations.checkers.outage import KnownStay, PlacedSoon, UnknownAlike
 from simulations.checkers.passing import BytesPass, EveryTurnEnds, OneStoryEach, TriedSafely
-from simulations.checkers.placing import BelievesNoMore, BranchesStay, ForksSpread, NoNewBranchThere, TenantsApart
+from simulations.checkers.placing import BelievesNoMore, BranchesStay, BurstsSpread, NoNewBranchThere, TenantsApart
 from simulations.checkers.wellness import Wellness
 from simulations.seen import Onlooker
 
@@ -37,17 +37,17 @@ def all_checkers() -> list[Checker]:
     wellness = Wellness()
     return [
         wellness,
+        EveryTurnEnds(wellness),
         LeasesAddUp(),
         NothingLeftToExpire(),
         TriedSafely(),
         BytesPass(),
-        EveryTurnEnds(wellness),
         OneStoryEach(),
         NoNewBranchThere(wellness),
         BranchesStay(wellness),
         TenantsApart(),
         BelievesNoMore(),
-        ForksSpread(),
+        BurstsSpread(),
         KnownStay(wellness),
         UnknownAlike(),
         PlacedSoon(),

@@ -15,10 +15,12 @@ from router.lifecycle.recent import Record
 from simulations.checkers.wellness import Wellness
 from simulations.seen import Asked, Breach, Decided, Done, Flushed, Sent, Settled, request_of
 
-__all__ = ["BelievesNoMore", "BranchesStay", "ForksSpread", "NoNewBranchThere", "TenantsApart"]
+__all__ = ["BelievesNoMore", "BranchesStay", "BurstsSpread", "NoNewBranchThere", "TenantsApart"]
 
 _TIE_S: Final = 0.0021
 """Costs are compared in steps of a millisecond."""
+_ALIKE_S: Final = 1.0
+"""Replicas whose costs differ less are alike: less than what one more new branch beside costs."""
 _FLOOR_S: Final = 1.0
 """A move costs at least this (`Tuning.move_floor_s`)."""
 
@@ -191,25 +193,26 @@ class BelievesNoMore:
 
 @dataclass(slots=True)
 class _Burst:
-    """Forks of one parent, from a first one that found all replicas equal."""
+    """New branches of one session, from a first one that found all replicas alike."""
 
     at_s: float
     replicas: int
+    tokens: int
     counts: Counter[str]
-    disturbed: bool = False
+    disturbed: bool
 
 
 @dataclass
-class ForksSpread:
-    """Forks of one context that begin together on equal replicas spread over them: none gets more than its share and
-    one.
+class BurstsSpread:
+    """Equal new branches of one session that begin together on replicas that cost nearly the same spread over them: none
+    gets more than its share and two (one for what they differ in).
     """
 
-    rule: str = "forks spread"
-    source: str = "placement.md, What follows from the one formula (k forks over n replicas)"
-    within_s: float = 0.05
-    _burst: dict[str, _Burst] = field(default_factory=dict)
-    """By parent branch."""
+    rule: str = "bursts spread"
+    source: str = "placement.md, What follows from the one formula (k forks over n replicas); issue 4, 32 subagents"
+    within_s: float = 0.25
+    _bursts: dict[str, _Burst] = field(default_factory=dict)
+    """By session."""
 
     def watches(self) -> Mapping[type, Callable[..., None]]:
         """See `Onlooker`."""
@@ -217,26 +220,27 @@ class ForksSpread:
 
     def _decided(self, at_s: float, event: Decided) -> None:
         record = event.record
-        if record.blind or record.policy != "roost":
-            return
-        lineage, placed = record.lineage, record.placed
-        parent = lineage.parent.id if lineage.known is None and lineage.parent is not None else ""
-        for name, burst in list(self._burst.items()):
+        turn, placed = record.turn, record.placed
+        for session, burst in list(self._bursts.items()):
             if at_s - burst.at_s > self.within_s:
-                del self._burst[name]
-            elif name != parent:
+                del self._bursts[session]
+            elif session != turn.session or not turn.fork or turn.prompt_tokens != burst.tokens or record.blind:
                 burst.disturbed = True
-        if not parent:
+        if not turn.fork or record.policy != "roost":
             return
-        found = self._burst.get(parent)
+        found = self._bursts.get(turn.session)
         if found is None:
             totals = [cost.total_s for cost in placed.candidates]
-            equal = max(totals) - min(totals) < _TIE_S
-            found = self._burst[parent] = _Burst(at_s, len(totals), Counter(), disturbed=not equal)
+            unequal = record.blind or bool(self._bursts) or max(totals) - min(totals) > _ALIKE_S
+            found = _Burst(at_s, len(totals), turn.prompt_tokens, Counter(), unequal)
+            self._bursts[turn.session] = found
         found.counts[placed.replica] += 1
-        share = ceil(sum(found.counts.values()) / found.replicas) + 1
-        if not found.disturbed and len(placed.candidates) == found.replicas and max(found.counts.values()) > share:
-            raise Breach(self.rule, f"forks of {parent} over {found.replicas} equal replicas: {dict(found.counts)}")
+        if len(placed.candidates) != found.replicas:
+            found.disturbed = True
+        share = ceil(sum(found.counts.values()) / found.replicas) + 2
+        if not found.disturbed and max(found.counts.values()) > share:
+            told = f"{dict(found.counts)} over {found.replicas} like replicas"
+            raise Breach(self.rule, f"new branches of session {turn.session} went to {told}")
 
 
 def _told(record: Record) -> str:

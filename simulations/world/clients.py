@@ -67,8 +67,8 @@ class Clients:
         """Open all seats."""
         for seat in range(self._scenario.seats):
             self._spawn(self._seat(seat))
-        for burst in range(self._scenario.fork_bursts):
-            self._spawn(self._fork_burst(burst))
+        for burst in range(self._scenario.bursts):
+            self._spawn(self._burst(burst))
 
     def stop(self) -> None:
         """Nobody begins another turn."""
@@ -185,17 +185,17 @@ class Clients:
 
     # --- bursts ---
 
-    async def _fork_burst(self, number: int) -> None:
-        """One context, forked by many at once, as a harness does that starts equal subagents."""
+    async def _burst(self, number: int) -> None:
+        """Many at once, as a harness does that starts equal subagents: in turn, of a context that is known, and of none."""
         dice = random.Random(f"burst/{self._scenario.seed}/{number}")  # noqa: S311
         await asyncio.sleep(dice.uniform(5.0, 60.0))
         if self._stopping:
             return
-        blocks = dice.randint(100, 600)
-        first = (1 << 40) + number * (1 << 20)
+        first, blocks = (1 << 40) + number * (1 << 20), dice.randint(100, 600)
         asking = burst_context(self._profile.model, f"burst{number}", first, blocks)
-        await self._turn(f"burst{number}:0", asking, hasty=False)
-        await asyncio.sleep(dice.uniform(0.0, 5.0))
+        if number % 2:
+            await self._turn(f"burst{number}:0", asking, hasty=False)
+            await asyncio.sleep(dice.uniform(0.0, 5.0))
         for fork in range(_BURST):
             asked = forked(asking, first + blocks + 64 * (fork + 1), fork)
             self._spawn(self._turn(f"burst{number}:fork{fork}", asked, hasty=False))

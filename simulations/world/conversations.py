@@ -84,7 +84,7 @@ class Built:
         return Asking(facts, self._pages(ref, turn), turn.prompt_tokens, turn.output_tokens)
 
     def _pages(self, ref: Ref, turn: Turn) -> array[int]:
-        """Pages of prompt and output: a block's id stands for all before it. What is said is part of the next prompt."""
+        """Of prompt and output: a block's id stands for all before it. What is said is part of the next prompt."""
         pages = array("Q")
         for span in self._blocks.spans(self._following(ref, turn) or ref):
             pages.extend(range(span.first, span.first + span.size))
@@ -169,7 +169,7 @@ class Real:
 def burst_context(model: str, name: str, first: int, blocks: int) -> Asking:
     """The first turn of a session whose context many will fork at once; its pages are numbered from `first`."""
     size = blocks * BLOCK_TOKENS * 4
-    chain = Chain((f"{name}-head".ljust(32, "0"), f"{name}-tip".ljust(32, "0")), (size // 2, size))
+    chain = Chain((_link(name, "head"), _link(name, "tip")), (size // 2, size))
     facts = Facts(
         Dialect.CHAT,
         model,
@@ -187,7 +187,7 @@ def forked(asking: Asking, first: int, number: int) -> Asking:
     """A turn that begins with the whole of another and goes on in its own way."""
     chain = asking.facts.chain
     size = chain.sizes[-1] + 16 * BLOCK_TOKENS * 4
-    tip = f"{chain.hashes[-1][:16]}-fork{number}".ljust(32, "0")
+    tip = _link(chain.hashes[-1], f"fork {number}")
     pages = asking.pages[:]
     pages.extend(range(first, first + 16))
     facts = replace(asking.facts, chain=Chain((*chain.hashes, tip), (*chain.sizes, size)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -97,7 +98,9 @@ class World:
         self.operator.begin(self.scenario.faults)
         self.clients.begin()
         ending = loop.call_later(self.scenario.duration_s, self.clients.stop)
-        await self.clients.gone()
+        with suppress(TimeoutError):  # whoever never ends is told at `Quiet`
+            async with asyncio.timeout(self.scenario.duration_s + self.scenario.longest_s):
+                await self.clients.gone()
         ending.cancel()
         await self.operator.make_well()
         await asyncio.sleep(_QUIET_S)

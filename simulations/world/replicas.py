@@ -1,8 +1,8 @@
 """A replica in virtual time: a `ReplicaModel`, one timer, and the responses under way.
 
 As SGLang seen from outside: a stream is answered with a head before the scheduler has seen it, a full queue is told by
-a 503 or inside the stream, a crash resets connections, a stopped process accepts and says nothing. Reads are handed over
-from the timer that makes them, as a socket's are from the loop, and no task wakes up for them.
+a 503 or inside the stream, a crash resets connections, a stopped process accepts and says nothing. Reads are handed
+over from the timer that makes them, as a socket's are from the loop, and no task wakes up for them.
 """
 
 from __future__ import annotations

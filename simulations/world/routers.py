@@ -1,7 +1,7 @@
 """A router in virtual time: the real lifecycle over simulated links, which can die at any moment and start again.
 
-Every task that a router's life makes belongs to it (`Owner`, followed through the loop's task factory), so a crash
-takes all of them: its links are dead before they are cancelled, and what their `finally` blocks still do reaches nobody.
+Every task that a router's life makes belongs to it (`own_tasks` has the loop enter it), so a crash takes all of them:
+its links are dead before they are cancelled, and what their `finally` blocks still do reaches nobody.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ class Scenario:
     """Sessions open at a time."""
     duration_s: float = 900.0
     """Virtual seconds after which nobody begins a turn."""
+    longest_s: float = 4000.0
+    """Virtual seconds after that by which every turn must have ended: three tries at ten minutes each, and more."""
     profile: str = "kimi-k2.6-b200-tp4"
     speed: float = 1.0
     """How much faster than its profile a replica is."""
@@ -43,8 +45,8 @@ class Scenario:
     """Share of requests whose client vanishes at some moment."""
     hasty: float = 0.3
     """Share of clients that close right after the terminal event, as Codex does."""
-    fork_bursts: int = 0
-    """Times at which one context is forked by many at once."""
+    bursts: int = 0
+    """Times at which one session begins many equal branches at once."""
     context_tokens: int = 98_304
     think_max_s: float = 20.0
     real_requests: bool = False
@@ -82,7 +84,7 @@ def scenario_of(
         keyless=dice.choice((0.0, 0.2, 1.0)),
         leaving=dice.choice((0.0, 0.06, 0.3)),
         hasty=dice.choice((0.0, 0.3, 1.0)),
-        fork_bursts=dice.choice((0, 1, 2)),
+        bursts=dice.choice((0, 1, 2)),
         think_max_s=dice.choice((2.0, 20.0)),
         real_requests=dice.random() < 0.1,
         admission=dice.choice((0.0, 0.0, 1.0)),
