@@ -331,6 +331,7 @@ async def _listen(
         log.info("stopping: not ready, accepting for %g s more, then running turns get %g s", lag_s, grace_s)
         await asyncio.sleep(lag_s)
         server.close()
+        protocol.retire()
         cut = await turns.idle(grace_s)
         if cut:
             log.warning("shutting down: %d turns had not finished after %g s and are cut", cut, grace_s)

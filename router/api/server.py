@@ -88,7 +88,17 @@ class ClientLimits:
 class ClientConnection(RequestHandler):
     """One client connection."""
 
-    __slots__ = ("_flow", "_head_s", "_head_timer", "_relays", "_stall", "_stall_s", "_switching", "reply_open")
+    __slots__ = (
+        "_flow",
+        "_head_s",
+        "_head_timer",
+        "_relays",
+        "_retiring",
+        "_stall",
+        "_stall_s",
+        "_switching",
+        "reply_open",
+    )
 
     def __init__(
         self, manager: RelayServer, *, loop: asyncio.AbstractEventLoop, limits: ClientLimits, debug: bool = False
@@ -110,6 +120,7 @@ class ClientConnection(RequestHandler):
         self._flow: Flow | None = None
         self._head_s = limits.head_s
         self._head_timer: asyncio.TimerHandle | None = None
+        self._retiring = False
         self._switching: StreamReader | None = None
         """The body of a request that offers another protocol: what comes behind it is not HTTP for certain."""
         self._stall: asyncio.TimerHandle | None = None
@@ -120,13 +131,20 @@ class ClientConnection(RequestHandler):
     @property
     def closes_next(self) -> bool:
         """Whether the connection closes after the reply under way whatever the client wishes."""
-        return self._close or self._force_close or self._switching is not None
+        return self._close or self._force_close or self._retiring or self._switching is not None
 
     def bind(self, flow: Flow | None) -> None:
         """Couple the client's pace to `flow` from now on, or to nothing."""
         self._flow = flow
         if flow is not None and self._paused:
             flow.pause()
+
+    def retire(self) -> None:
+        """Close now if nothing is under way, else behind the next answer, which says so."""
+        self._retiring = True
+        idle = self._waiter is not None and not self._messages and self._head_timer is None
+        if idle:
+            self.force_close()
 
     def cut(self, *, reset: bool) -> None:
         """Send what is written, then close without ending the message.
@@ -245,7 +263,7 @@ class ClientConnection(RequestHandler):
             return resp, True
         if isinstance(resp, web.Response):
             resp.headers.setdefault("Server", _SERVER)
-            if self._switching is not None or not request.content.is_eof():
+            if self.closes_next or not request.content.is_eof():
                 resp.force_close()
         return await super().finish_response(request, resp, start_time)
 
@@ -289,6 +307,11 @@ class RelayServer(web.Server):
     def __call__(self) -> ClientConnection:
         """One protocol per connection."""
         return ClientConnection(self, loop=self._loop, limits=self._limits)
+
+    def retire(self) -> None:
+        """No request is taken any more but those under way: idle connections are closed, others after their answer."""
+        for connection in self.connections:
+            cast("ClientConnection", connection).retire()
 
     def admit(self) -> bool:
         """Count a connection; False where it is one too many."""
