@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import signal
 import socket
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from router.domain.session import Binding
 from router.ports import Acquired, Ask, Member, View
 from router.store.keys import FleetKeys
 from router.store.redis import RedisStore
+from tests.contracts.groups import free_port, make_certificate
 from tests.contracts.servers import KINDS, serving, serving_at, serving_with
 from tests.contracts.worlds import FLEET, FakeClock, Fleet, World, boundary, claim, lease, settlement
 
@@ -362,12 +361,6 @@ async def test_after_a_restart_the_store_goes_on() -> None:
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 async def test_passwords_users_and_databases_of_the_url_are_used(kind: str) -> None:
     """And no credential is ever in a message."""
@@ -386,16 +379,8 @@ async def test_passwords_users_and_databases_of_the_url_are_used(kind: str) -> N
             assert "wr0ng" not in str(caught.value)
 
 
-def make_certificate(key: Path, certificate: Path) -> None:
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-
-
 async def test_tcp_and_tls_work_too(tmp_path: Path) -> None:
     """TLS with the certificate checked by default; an unknown one is refused."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     make_certificate(key, certificate)
     plain, secure = free_port(), free_port()

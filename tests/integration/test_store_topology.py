@@ -7,6 +7,7 @@ import contextlib
 import re
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,18 @@ from router.domain.errors import StoreUnavailable
 from router.ports import Acquired, Ask, Member
 from router.store.keys import FleetKeys, schema_key
 from router.store.redis import RedisStore, load_scripts
-from tests.contracts.groups import GROUP, ClusterGroup, Group, Node, SentinelGroup, cluster, group, until
+from tests.contracts.groups import (
+    GROUP,
+    ClusterGroup,
+    Group,
+    Node,
+    SentinelGroup,
+    cluster,
+    free_port,
+    group,
+    make_certificate,
+    until,
+)
 from tests.contracts.rights import CLUSTER_RIGHTS, ON_SENTINELS_RIGHTS, RIGHTS, SENTINEL_RIGHTS
 from tests.contracts.worlds import FLEET, boundary, claim
 
@@ -314,6 +326,55 @@ async def test_a_password_may_be_rotated_under_a_router(tmp_path: Path) -> None:
         file.unlink()
         said = await refusal(url, password_file=file)
         assert f"cannot read the password file {file}: No such file or directory" in said
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Secured:
+    """A server that is a whole cluster, or a master, by TLS."""
+
+    node: Node
+    port: int
+    certificate: Path
+    key: Path
+
+
+@pytest.fixture(scope="module", params=["cluster", "sentinel"])
+def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    folder, port = tmp_path_factory.mktemp("tls"), free_port()
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    make_certificate(key, certificate)
+    options = ["--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file", str(certificate)]
+    options += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    with group("redis") as servers:
+        if request.param == "cluster":
+            options += ["--cluster-enabled", "yes", "--tls-cluster", "yes", "--cluster-port", str(free_port())]
+        node = servers.start(*options)
+        if request.param == "cluster":
+            node.say("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            until(lambda: "cluster_state:ok" in ClusterGroup.info(node), "it serves")
+        yield Secured(node, port, certificate, key)
+
+
+async def test_tls_holds_for_sentinels_nodes_and_master_alike(secured: Secured) -> None:
+    """A certificate that nobody vouches for is refused at the first connection. A node tells its port for TLS."""
+    async with contextlib.AsyncExitStack() as stack:
+        if "cluster" in str(secured.node.client.info("server")["redis_mode"]):
+            url = f"rediss+cluster://127.0.0.1:{secured.port}"
+        else:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(secured.certificate, secured.key)
+            sentinel = Scripted(master=(1, secured.port))
+            server = await asyncio.start_server(sentinel.serve, "127.0.0.1", 0, ssl=context)
+            await stack.enter_async_context(server)
+            stack.callback(sentinel.close)
+            url = f"rediss+sentinel://127.0.0.1:{server.sockets[0].getsockname()[1]}/main"
+        async with opened(f"{url}?ssl_ca_certs={secured.certificate}") as store:
+            await put(store, "a")
+        assert put_at(secured.node) == {"a"}
+        assert "certificate" in await refusal(url)
 
 
 # --- how slots move --------------------------------------------------------------------------------------------------
