@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from router.contract import ERROR_HEADER, REASON_HEADER, REPAIRED_HEADER, REPLICA_HEADER, SESSION_HEADER
 from router.domain.errors import MalformedRequest, UpstreamBroken
 from router.ports import ResponseHead
 
@@ -38,8 +39,10 @@ _HOP_BY_HOP = frozenset(
 )
 _REQUEST_DROPS = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _RESPONSE_DROPS = _HOP_BY_HOP | {b"content-length"}
-_NEVER_FORWARDED = (b"proxy-", b"x-roost-")
-"""Beginnings of names: between a client and this gateway only. What Roost says of a turn must be Roost's word."""
+_OWN = frozenset(
+    name.encode() for name in (REPLICA_HEADER, REASON_HEADER, SESSION_HEADER, REPAIRED_HEADER, ERROR_HEADER)
+)
+"""Between clients and Roost only: what Roost says of a turn must be Roost's word, and its sessions are no engine's."""
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key", b"cookie"})
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
 """Values of `Connection` that name no other header: the usual ones."""
@@ -152,7 +155,7 @@ def _forward(raw: Iterable[Header], drops: frozenset[bytes]) -> tuple[Header, ..
         if name in drops:
             if name == b"connection" and (value := header[1].lower()) not in _PLAIN_CONNECTION:
                 named.update(token.strip() for token in value.split(b","))
-        elif not name.startswith(_NEVER_FORWARDED):
+        elif name not in _OWN and not name.startswith(b"proxy-"):
             kept.append(header)
     if named:
         kept = [header for header in kept if header[0].lower() not in named]
