@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from router.contract import Phase, Report
@@ -80,6 +80,8 @@ class FleetRuntime:
         configured = tuple(Member(replica_id(url), url, "config") for url in spec.replicas)
         self._membership = Membership(version=-1, now_s=0.0, members=configured)
         self._enrolled = False
+        self._unrecorded = False
+        """Whether the membership says what only this router has found."""
         self.watch = Watch(spec.name, spec.ejection, clock, self._outside)
         """What this router sees of the replicas."""
         self.watch.keep(configured)
@@ -119,7 +121,7 @@ class FleetRuntime:
 
     def _take(self, membership: Membership) -> None:
         urls = {member.url for member in self.members}
-        self._membership = membership
+        self._membership, self._unrecorded = membership, False
         self.watch.read(membership.reports)
         self.watch.keep(self.members)
         for url in urls - {member.url for member in self.members}:
@@ -235,6 +237,8 @@ class FleetRuntime:
         try:
             # Another router may have recorded it meanwhile, or an operator cordoned the replica: then once more, and
             # else at the next probe.
+            if self._unrecorded:
+                await self.refresh()
             for attempt in range(RECORD_TRIES):
                 member = self.member(member_id)
                 if member is None:
@@ -249,6 +253,20 @@ class FleetRuntime:
                     await self.put(now, member)
         except StoreError as error:
             log.debug("member %s not recorded: %s", member_id, error)
+            self._record_here(member_id, seen.noticed, found)
+
+    def _record_here(self, member_id: str, noticed: Noticed, found: Observation) -> None:
+        """Without the store this router goes by what it found itself, so that what it binds is bound to the life that
+        it saw; what the store records takes its place when that is back.
+        """
+        now_s = self._clock.now_s()
+        members = tuple(
+            recorded(member, found, noticed, self.spec.profile, now_s) if member.id == member_id else member
+            for member in self._membership.members
+        )
+        if members != self._membership.members:
+            self._membership = replace(self._membership, members=members)
+            self._unrecorded = True
 
     # --- the snapshot -------------------------------------------------------------------------------------------------
 
