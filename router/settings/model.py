@@ -409,9 +409,9 @@ class Ejection(Group):
     )
     silent_s: Seconds = Field(
         10.0,
-        description="Seconds without a byte of any turn after which a replica that answers no probe is dead; and, where "
+        description="Seconds without a byte of any turn after which a replica that answers no probe is dead. Where "
         "no probe has been answered for as long either, turns that wait there are given up, to be placed elsewhere "
-        "where the client has seen nothing. 10: a long prefill holds back an engine's other streams for some seconds.",
+        "if the client has seen nothing. 10: a long prefill holds back an engine's other streams for some seconds.",
     )
 
 
