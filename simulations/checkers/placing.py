@@ -204,8 +204,8 @@ class _Burst:
 
 @dataclass
 class BurstsSpread:
-    """Equal new branches of one session that begin together on replicas that cost nearly the same spread over them: none
-    gets more than its share and two (one for what they differ in).
+    """Equal new branches of one session that begin together spread over replicas that cost nearly the same: none gets
+    more than its share and two (one for what they differ in).
     """
 
     rule: str = "bursts spread"

@@ -2,16 +2,15 @@
 
 What differs from the stage: no sockets, so nothing takes time but the replicas; a clock that jumps to whatever is due
 next. Requests are the same bytes, read by the router's `Identity` and by the simulated engine, so the same prefixes are
-shared. One `Rehearsal` plays one policy; `run` it on a `VirtualLoop`.
+shared. One `Rehearsal` plays one policy, in the loop of `simulations.clock.run`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self
 
 from router.discovery.observation import Engine, Observation
 from router.domain.decision import Placed
@@ -29,56 +28,19 @@ from router.ports import BodyReader, Exchange, ForwardRequest, ResponseHead
 from router.store.memory import MemoryStore
 from router.telemetry.events import Observer
 from router.upstream.sse import reader_for
+from simulations.clock import VirtualClock
 from simulations.demo.tally import AWAY
 from simulations.engine import asked, tokens
 from simulations.engine_server.driver import Driver, Run
 from simulations.replay_client import Answer
 from simulations.replica_model import Finished, ReplicaModel, ReplicaProfile, Request, keys_of_bytes
 
-__all__ = ["Rehearsal", "VirtualLoop", "run"]
+__all__ = ["Rehearsal"]
 
-_T = TypeVar("_T")
 _FLEET: Final = "rehearsal"
 _EVENT_STREAM: Final = b"text/event-stream"
 _NEVER_S: Final = 1e9
 _FIRST: Final = b'data: {"choices":[{"index":0,"delta":{"content":"said"},"finish_reason":null}]}\n\n'
-
-
-class _Jump(selectors.SelectSelector):
-    """Waits by letting virtual time pass."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("nothing will ever happen")
-        self.now_s += max(timeout, 0.0)
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer. Nothing in it may wait for a socket or a thread."""
-
-    def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
-
-    def time(self) -> float:
-        """Virtual seconds since the loop was made."""
-        return self._jump.now_s
-
-
-def run(main: Coroutine[Any, Any, _T]) -> _T:
-    """What `asyncio.run` does, in virtual time."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
-
-
-class _Clock:
-    """The loop's time as the router's."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now_s = self.monotonic_s = loop.time
 
 
 class _Prober:
@@ -123,6 +85,9 @@ class _Upstream:
         self._count += 1
         job = Request(f"turn-{self._count}", pages, wanted.prompt_tokens, output, max_tokens=output)
         return _Exchange(self._drivers[url], job)
+
+    def forget(self, url: str) -> None:
+        """Nothing is pooled."""
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -224,7 +189,7 @@ class Rehearsal:
         self.moves = 0
         """Turns sent away from their branch's home."""
         self._loop = loop = asyncio.get_running_loop()
-        clock = _Clock(loop)
+        clock = VirtualClock(loop)
         self._store = MemoryStore(clock)
         self._leases = Leases(self._store, ttl_s=10.0, renew_s=3.0)
         self._identity = Identity(Rules(("x-session-id",), ()))

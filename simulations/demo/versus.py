@@ -11,9 +11,10 @@ import sys
 import msgspec
 
 from simulations import profiles, workload
+from simulations.clock import run
 from simulations.demo.cast import THINK_MAX_S, Cast
 from simulations.demo.programme import POLICIES, SESSION_HEADER, Compared, Programme
-from simulations.demo.rehearsal import Rehearsal, run
+from simulations.demo.rehearsal import Rehearsal
 from simulations.measure import Figures
 from simulations.replay import Load, Replay, Wording
 

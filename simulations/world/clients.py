@@ -186,7 +186,7 @@ class Clients:
     # --- bursts ---
 
     async def _burst(self, number: int) -> None:
-        """Many at once, as a harness does that starts equal subagents: in turn, of a context that is known, and of none."""
+        """Many at once, as of a harness that starts subagents: the one time of a known context, the next of none."""
         dice = random.Random(f"burst/{self._scenario.seed}/{number}")  # noqa: S311
         await asyncio.sleep(dice.uniform(5.0, 60.0))
         if self._stopping:

@@ -22,9 +22,10 @@ from router.domain.outcome import End
 from router.placement.cost import Tuning
 from router.telemetry.events import Event, TurnFinished, TurnWaited
 from simulations import profiles, workload
+from simulations.clock import run
 from simulations.demo.cast import shortened
 from simulations.demo.programme import SESSION_HEADER
-from simulations.demo.rehearsal import Rehearsal, run
+from simulations.demo.rehearsal import Rehearsal
 from simulations.measure import percentile
 from simulations.replay import Load, Replay, Wording
 from simulations.trace import Tree

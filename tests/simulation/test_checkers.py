@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -21,8 +23,7 @@ from router.placement.policy import Choice
 from router.store import memory
 from simulations.faults import Fault, Kind
 from simulations.simulate import Report, simulate
-from simulations.world import Scenario, World
-from simulations.world import network
+from simulations.world import Scenario, World, network
 from simulations.world.storage import SharedStore
 
 CALM = Scenario(seed=7, replicas=4, routers=2, turns=150, seats=16, leaving=0.0, keyless=0.0, think_max_s=5.0)
@@ -174,10 +175,8 @@ def test_a_broken_stream_that_ends_cleanly(monkeypatch: pytest.MonkeyPatch) -> N
     relay = network._Exchange.relay
 
     async def swallowing(self: network._Exchange, receive: Callable[[bytes], None]) -> None:
-        try:
+        with suppress(UpstreamBroken):
             await relay(self, receive)
-        except UpstreamBroken:
-            pass
 
     monkeypatch.setattr(network._Exchange, "relay", swallowing)
     assert rule(faulty(*(Fault(12.0, Kind.RESET, f"r{number}") for number in range(4)))) == "bytes pass"
@@ -187,7 +186,7 @@ def test_a_turn_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody gets an end."""
 
     async def endless(self: network._Exchange) -> None:
-        await network.asyncio.Event().wait()
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(network._Exchange, "_ended", endless)
     assert rule(replace(CALM, turns=20, duration_s=60.0, longest_s=60.0)) == "every turn ends"
