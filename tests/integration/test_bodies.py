@@ -242,11 +242,12 @@ async def test_a_body_that_dribbles_is_a_408(filler: bytes) -> None:
 async def test_a_slow_body_that_keeps_its_rate_is_served() -> None:
     """However long it takes in all."""
     body = body_of(30_000)
-    async with edge(timeouts=HASTY) as (roost, replica), Client.to(roost.port) as client:
+    patience = Timeouts(body_idle_s=1.0, ready_lag_s=0)
+    async with edge(timeouts=patience) as (roost, replica), Client.to(roost.port) as client:
         client.writer.write(f"POST {TURN} HTTP/1.1\r\nHost: r\r\nContent-Length: {len(body)}\r\n\r\n".encode())
         for at in range(0, len(body), 2000):
             client.writer.write(body[at : at + 2000])
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
         assert (await client.answer()).status == 200
         assert replica.seen[0].body == body
 
