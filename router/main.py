@@ -387,14 +387,17 @@ def _store(settings: Settings, clock: Clock, url: str | None) -> Store:
         return MemoryStore(clock)
     given = settings.store
     shared = given.kind == "redis"  # else the embedded one, which nobody logs into
-    return RedisStore(
-        url,
-        prefix=given.prefix,
-        timeout_s=given.timeout_s,
-        username=given.username if shared else None,
-        password_file=_path(given.password_file) if shared else None,
-        sentinel_password_file=_path(given.sentinel_password_file) if shared else None,
-    )
+    try:
+        return RedisStore(
+            url,
+            prefix=given.prefix,
+            timeout_s=given.timeout_s,
+            username=given.username if shared else None,
+            password_file=_path(given.password_file) if shared else None,
+            sentinel_password_file=_path(given.sentinel_password_file) if shared else None,
+        )
+    except ValueError as error:  # its TLS files, which settings do not look at
+        raise RuntimeError(f"store.url: {error}") from error
 
 
 def _path(text: str | None) -> Path | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.exceptions import RedisError
 
 from router.domain.errors import StoreUnavailable
 
@@ -63,8 +64,8 @@ class Address:
             tls = given.ssl_context.get() if kind is SSLConnection else None
         except TypeError as error:
             raise ValueError("the store's URL has an option in its query that is not known") from error
-        except OSError as error:
-            raise ValueError(f"the store's URL names TLS files that cannot be used: {error}") from error
+        except (OSError, RedisError) as error:
+            raise ValueError(f"the store's URL asks for TLS that cannot be had: {error}") from error
         unix = kind is UnixDomainSocketConnection
         return cls(
             host="" if unix else str(given.host),

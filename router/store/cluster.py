@@ -173,13 +173,21 @@ class Cluster:
             raise StoreUnavailable(f"{address.label} refused: {error}") from error
         finally:
             await wire.close()
-        facts = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
-        ranges, others = [], []
-        for first, last, *nodes in slots:
-            places = [(node[0].decode() if node[0] not in (None, b"", b"?") else host, node[1]) for node in nodes]
-            ranges.append((first, last, *places[0]))
-            others += places[1:]
-        if not ranges:
-            raise StoreUnavailable(f"{address.label} knows of no slots: has the cluster been formed?")
-        rank = (facts.get(b"cluster_state") == b"ok", int(facts.get(b"cluster_current_epoch", 0)))
-        return _Map(rank, ranges, others)
+        try:
+            return _read(host, info, slots)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise StoreUnavailable(f"{address.label} does not answer like a node: {error}") from error
+
+
+def _read(asked_host: str, info: bytes, slots: list[Any]) -> _Map:
+    """What CLUSTER INFO and CLUSTER SLOTS said. A node that does not know its own host means where it was asked."""
+    facts = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
+    ranges, others = [], []
+    for first, last, *nodes in slots:
+        places = [(node[0].decode() if node[0] not in (None, b"", b"?") else asked_host, node[1]) for node in nodes]
+        ranges.append((int(first), int(last), *places[0]))
+        others += places[1:]
+    if not ranges:
+        raise ValueError("it knows of no slots (has the cluster been formed?)")
+    rank = (facts.get(b"cluster_state") == b"ok", int(facts.get(b"cluster_current_epoch", 0)))
+    return _Map(rank, ranges, others)

@@ -329,7 +329,8 @@ class RedisStore:
         """What an error reply means; for a wrong type, asks which of `keys` it was."""
         label = self._topology.label
         if not str(error).startswith("WRONGTYPE"):
-            return StoreUnavailable(f"store {label} refused: {error}")
+            hint = " (a cluster: write redis+cluster://)" if str(error).startswith("MOVED") else ""
+            return StoreUnavailable(f"store {label} refused: {error}{hint}")
         for key in keys:
             expected = key_type(key)
             found = await self._topology.call(key, ("TYPE", key), due)

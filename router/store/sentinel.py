@@ -117,5 +117,8 @@ class Sentinels:
             raise StoreUnavailable(f"store {sentinel.label} refused: {error}") from error
         if place is None:
             return None
-        facts = dict(zip(about[::2], about[1::2], strict=True))
-        return _Master(int(facts.get(b"config-epoch", 0)), place[0].decode(), int(place[1]))
+        try:
+            facts = dict(zip(about[::2], about[1::2], strict=True))
+            return _Master(int(facts.get(b"config-epoch", 0)), place[0].decode(), int(place[1]))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise StoreUnavailable(f"store {sentinel.label} does not answer like one: {error}") from error

@@ -131,7 +131,7 @@ class Wire:
         loop = asyncio.get_running_loop()
         link = _Link(self.label)
         due = loop.time() + CONNECT_TIMEOUT_S
-        where = ""
+        where, greeting = "", list[Command]()
         try:
             async with asyncio.timeout_at(due):
                 at = await self._locate()
@@ -140,21 +140,25 @@ class Wire:
                     await loop.create_unix_connection(lambda: link, at.path)
                 else:
                     await loop.create_connection(lambda: link, at.host, at.port, ssl=at.tls)
-                for command in at.greeting():
+                greeting = at.greeting()
+                for command in greeting:
                     await link.send(command, due)
                 if self._master_only:
                     self._check_master(at, await link.send(("ROLE",), due))
         except BaseException as error:
             link.drop("not ready")
             if isinstance(error, OSError | hiredis.ReplyError):
-                said = str(error) or "timed out"
+                said = _without_secrets(str(error), greeting) or "timed out"
                 raise StoreUnavailable(f"store {self.label}: cannot connect{where}: {said}") from error
             raise
         return link
 
-    def _check_master(self, at: Address, role: list[Any]) -> None:
-        if role[0] != b"master":
-            raise StoreUnavailable(f"store {self.label}: {at.label} is a {role[0].decode()}, not the master")
+    def _check_master(self, at: Address, role: Any) -> None:
+        if not isinstance(role, list) or role[:1] != [b"master"]:
+            is_replica = isinstance(role, list) and role[:1] == [b"slave"]
+            raise StoreUnavailable(
+                f"store {self.label}: {at.label} is {'a replica' if is_replica else 'something else'}, not the master"
+            )
 
     def _dialed(self, task: asyncio.Task[_Link]) -> None:
         if self._dialing is not task:
@@ -168,6 +172,14 @@ class Wire:
             self._link = task.result()
         else:
             self._refused = (asyncio.get_running_loop().time() + REDIAL_S, str(error))
+
+
+def _without_secrets(said: str, greeting: list[Command]) -> str:
+    """An error as it may be shown: a server that does not know AUTH repeats what it was told."""
+    for command in greeting:
+        if command[0] == "AUTH":
+            said = said.replace(str(command[-1]), "***")
+    return said
 
 
 def _forget(reply: asyncio.Future[Any]) -> None:

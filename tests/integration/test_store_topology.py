@@ -182,7 +182,7 @@ async def test_a_replica_is_not_taken_for_the_master(pair: tuple[Node, Node]) ->
     try:
         async with scripted((1, other)) as opinions:
             said = await refusal(url_of(*opinions))
-            assert f"127.0.0.1:{other.port} is a slave, not the master" in said
+            assert f"127.0.0.1:{other.port} is a replica, not the master" in said
     finally:
         other.say("REPLICAOF", "NO", "ONE")
 
@@ -533,10 +533,16 @@ async def test_a_server_that_is_no_cluster_is_told(pair: tuple[Node, Node]) -> N
     assert "cluster support disabled" in said
 
 
+async def test_a_cluster_that_is_taken_for_one_server_is_told(nodes: ClusterGroup) -> None:
+    other = next(node for node in nodes.masters if node is not nodes.owner(key_slot(schema_key("roost"))))
+    said = await refusal(f"redis://127.0.0.1:{other.port}")
+    assert re.search(r"refused: MOVED .* \(a cluster: write redis\+cluster://\)", said)
+
+
 async def test_a_cluster_that_is_not_formed_is_told() -> None:
     with group("redis") as servers:
         node = servers.start("--cluster-enabled", "yes")
-        assert "knows of no slots" in await refusal(f"redis+cluster://127.0.0.1:{node.port}")
+        assert "it knows of no slots" in await refusal(f"redis+cluster://127.0.0.1:{node.port}")
 
 
 async def test_slots_that_nobody_serves_are_unavailable_and_the_rest_is_not(nodes: ClusterGroup) -> None:

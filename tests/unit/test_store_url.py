@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,9 +110,28 @@ def test_nothing_shows_a_password() -> None:
     assert SECRET not in repr(Address.parsed(f"redis://u:{SECRET}@h"))
 
 
-def test_tls_files_that_are_not_there_are_told() -> None:
-    with pytest.raises(ValueError, match=r"TLS files that cannot be used: .*No such file"):
-        topology_of("rediss://h?ssl_ca_certs=/nowhere/ca.pem")
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("ssl_ca_certs=/nowhere/ca.pem", "asks for TLS that cannot be had: .*No such file"),
+        ("ssl_certfile=/nowhere/cert.pem&ssl_keyfile=/nowhere/key.pem", "asks for TLS that cannot be had: .*No such"),
+        ("ssl_cert_reqs=perhaps", "asks for TLS that cannot be had: .*perhaps"),
+        ("ssl_ciphers=none-such", "asks for TLS that cannot be had: .*cipher"),
+    ],
+)
+def test_tls_that_cannot_be_had_is_told(query: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        topology_of(f"rediss+cluster://h?{query}")
+
+
+def test_a_router_whose_store_cannot_be_spoken_with_says_why_and_ends() -> None:
+    flags = ["--redis", "rediss://h?ssl_ca_certs=/nowhere/ca.pem", "--port", "0", "--admin-port", "0"]
+    command = [str(Path(sys.executable).with_name("roost")), "router", *flags]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(
+        "roost: store.url: the store's URL asks for TLS that cannot be had: [Errno 2] No such file or directory"
+    )
 
 
 def test_a_login_is_completed_by_the_settings_and_a_file_is_read_each_time(tmp_path: Path) -> None:

@@ -143,3 +143,12 @@ async def test_a_connection_given_up_while_it_is_made_fails_who_waits_and_is_mad
         server.say(b"+one\r\n")
         assert await asked == b"one"
         assert server.connections == 2
+
+
+async def test_a_server_that_repeats_what_it_was_told_gives_no_password_away() -> None:
+    async with wired("user:pass%2Fword@") as (server, wire):
+        server.greet = lambda writer: writer.write(
+            b"-ERR unknown command 'AUTH', with args beginning with: 'user' 'pass/word'\r\n"
+        )
+        with pytest.raises(StoreUnavailable, match=r"cannot connect to .*'user' '\*\*\*'"):
+            await wire.call(("GET", "a"), due(LONG_S))
