@@ -122,7 +122,8 @@ class Gateway:
             self._observer.emit(TurnRefused(read.fleet, error_dialect(read.path).value, error.code))
             # What a client did wrong is told to the client: the log must not hold what it wrote.
             why = error.code if isinstance(error, RequestError) else error
-            log.info("%s %s: %s", read.method, error_dialect(read.path).value, why)
+            whose = f" of tenant {read.tenant.name}" if read.tenant is not None else ""
+            log.info("%s %s%s: %s", read.method, error_dialect(read.path).value, whose, why)
             return _refuse(error, read)
 
     async def _serve(self, request: web.BaseRequest, read: _Request) -> web.StreamResponse:

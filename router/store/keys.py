@@ -66,6 +66,7 @@ _TYPES = {
     b"held": b"hash",
     b"members": b"hash",
     b"reports": b"hash",
+    b"permits": b"zset",  # of a tenant: `router.store.permits`
 }
 
 

@@ -331,3 +331,38 @@ def test_a_subagent_with_a_session_of_its_own_names_its_parents() -> None:
     child = facts({"messages": []}, x_session_id="ses_child", x_parent_session_id="ses_parent")
     assert child.parent == parent.session != child.session
     assert parent.parent is None
+
+
+@pytest.mark.parametrize("dialect", [Dialect.CHAT, Dialect.MESSAGES, Dialect.RESPONSES])
+def test_a_prompt_names_no_session(dialect: Dialect) -> None:
+    """Settings refuse it; were it configured all the same, the field counts as absent."""
+    identity = Identity(Rules((), ("messages", "input", "input.0", "user")))
+    asked = b'{"messages":[{"role":"user","content":"a"}],"input":[{"role":"user","content":"a"}],"user":"u"}'
+    assert identity.facts(dialect, {}, asked).session_source == "user"
+    assert identity.facts(dialect, {}, b'{"messages":[],"input":[]}').session is None
+
+
+def test_a_looked_up_tenant_takes_the_place_of_the_key() -> None:
+    identity = Identity(Rules(("x-session-id",), ()))
+    headers = {b"x-api-key": b"one", b"x-session-id": b"s"}
+    one = identity.facts(Dialect.CHAT, headers, b"{}", scope="scope")
+    other = identity.facts(Dialect.CHAT, {**headers, b"x-api-key": b"two"}, b"{}", scope="scope")
+    assert (one.tenant, one.session) == (other.tenant, other.session) == ("scope", one.session)
+    assert identity.facts(Dialect.CHAT, headers, b"{}").session != one.session
+
+
+@pytest.mark.parametrize(
+    ("given", "steers"),
+    [
+        (b"{}", False),
+        (b'{"session_params":null}', False),
+        (b'{"session_params":{"id":"x"}}', True),
+        (b'{"bootstrap_host":"h"}', True),
+        (b'{"bootstrap_room":[1]}', True),
+        (b'{"messages":5,"bootstrap_port":1}', True),
+        (b'{"messages":[{"session_params":{"id":"x"}}]}', False),
+    ],
+)
+def test_fields_that_reach_into_an_engine_are_seen(given: bytes, steers: bool) -> None:
+    for dialect in (Dialect.CHAT, Dialect.GENERATE):
+        assert Identity(Rules((), ())).facts(dialect, {}, given).steers_engine is steers
