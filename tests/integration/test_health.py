@@ -152,6 +152,24 @@ async def test_a_turn_that_waits_at_a_replica_that_falls_silent_is_served_elsewh
         assert len([seen for seen in home.turns if seen.body == asked.body()]) == 1
 
 
+async def test_a_stream_whose_head_waits_is_served_elsewhere_when_its_replica_is_lost() -> None:
+    """SGLang sends its head before the prefill; while it is held back the client has seen nothing."""
+    async with replicas(2) as fleet:
+        settings = settings_for(fleet, ejection=QUICK, timeouts=Timeouts(ready_lag_s=0.0, refusal_s=30.0))
+        async with running(settings, fleet) as roost:
+            asked = Conversation("head first")
+            home, other = await settled_at(roost, asked, fleet)
+
+            async def head_only(visit: Visit) -> None:
+                home.mute = True
+                await visit.begin()
+                await visit.until_closed()
+
+            home.script = head_only
+            answer = await roost.turn(asked)
+            assert (answer.replica, answer.reason) == (other.id, "home_gone")
+
+
 async def test_a_stream_that_stands_still_at_a_lost_replica_is_broken_in_its_dialect() -> None:
     """Bytes have gone out: what is left is to say so, long before any timeout of the stream itself."""
     async with replicas(2) as fleet:

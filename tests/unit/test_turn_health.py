@@ -217,6 +217,19 @@ async def test_a_crowd_of_turns_at_once_is_one_turn_for_a_replica_on_probation()
     await world.settled()
 
 
+async def test_however_often_it_loses_the_race_a_turn_is_no_second_one_on_probation() -> None:
+    """A claim that has been stale grows tolerant of rivals, but not at a replica on probation."""
+    world = await stage(1)
+    world.fleet.observed("r0:1", DOWN)
+    world.fleet.observed("r0:1", UP)
+    world.store.stale = "load"
+    with pytest.raises(NotPlaced):
+        await world.serve(prompt("word"))
+    *claims, _ = world.store.claims
+    assert len(claims) > 3
+    assert {(claim.observed_in_flight, claim.slack) for claim in claims} == {(0, 0)}
+
+
 async def test_where_all_are_on_probation_nobody_is_refused() -> None:
     world = await stage(2)
     for each in ("r0:1", "r1:1"):
