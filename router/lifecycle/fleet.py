@@ -20,7 +20,7 @@ from router.domain.errors import StoreError
 from router.domain.replica import ZERO_LOAD, Beliefs, Capacity, Fleet, Load, Profile, Replica, Standing
 from router.domain.shared import Ask, Member, Membership, View
 from router.lifecycle.health import Ejection, State
-from router.lifecycle.lives import Noticed, recorded
+from router.lifecycle.lives import Noticed, recorded, restored
 from router.lifecycle.watch import Outside, Watch
 from router.ports import Clock, Store
 
@@ -96,14 +96,20 @@ class FleetRuntime:
 
     async def enrol(self) -> None:
         """Put the known members (at first the configured ones) into the shared membership where it lacks them, and take
-        out those that configuration no longer names.
+        out those that configuration no longer names. Where it has lost them, a router that knew nothing yet may have
+        been the first to write: then what is known here is restored.
         """
         configured = {replica_id(url) for url in self.spec.replicas}
-        for member in (await self._store.members(self.name)).members:
+        there = {member.id: member for member in (await self._store.members(self.name)).members}
+        for member in there.values():
             if member.source == "config" and member.id not in configured:
                 await self._store.remove_member(self.name, member.id)
         for member in self._membership.members:
-            await self._store.put_member(self.name, member, only_if_absent=True)
+            found = there.get(member.id)
+            if found is None:
+                await self._store.put_member(self.name, member, only_if_absent=True)
+            elif self._enrolled and (mended := restored(found, member)) != found:
+                await self._store.put_member(self.name, mended, expected=found)
         self._enrolled = True
         self._take(await self._store.members(self.name))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from router.discovery.observation import Observation
-from router.domain.replica import Capacity, Profile
+from router.domain.replica import Capacity, Profile, Standing
 from router.domain.shared import Member
 
-__all__ = ["Noticed", "recorded"]
+__all__ = ["Noticed", "recorded", "restored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,18 @@ def recorded(member: Member, seen: Observation, noticed: Noticed, profile: Profi
         models=seen.models or member.models,
         joined_at_s=member.joined_at_s if incarnation == member.incarnation else now_s,
     )
+
+
+def restored(found: Member, known: Member) -> Member:
+    """What to record of a member after the store has lost it, and has `found` again from a router that knew nothing:
+    an operator's word is as it was, and a life that goes on is as old as it was.
+    """
+    if not found.incarnation:
+        return replace(known, url=found.url, source=found.source)
+    standing = known.standing if found.standing is Standing.SERVING else found.standing
+    same_life = found.incarnation == known.incarnation
+    joined_at_s = min(found.joined_at_s, known.joined_at_s) if same_life else found.joined_at_s
+    return replace(found, standing=standing, joined_at_s=joined_at_s)
 
 
 def _incarnation(member: Member, seen: Observation, noticed: Noticed) -> str:

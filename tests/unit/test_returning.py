@@ -12,10 +12,28 @@ import pytest
 
 from router.domain.decision import Reason
 from router.domain.outcome import End
+from router.domain.replica import Standing
 from router.domain.shared import Acquired, Ask, Claim, Member, Stale
 from router.domain.turn import Dialect, Facts
+from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.returning import BATCH
-from tests.fakes import DOWN, FLEET, Answer, FakeClock, FakeStore, Gate, Stage, prompt, stage, tokens
+from router.store.memory import MemoryStore
+from tests.fakes import (
+    DOWN,
+    FLEET,
+    LIFE,
+    UP,
+    Answer,
+    FakeClock,
+    FakeProber,
+    FakeStore,
+    Gate,
+    Stage,
+    prompt,
+    stage,
+    tokens,
+    url_of,
+)
 
 LONG = "word " * 4_000
 NOTHING = Ask(session=None)
@@ -420,3 +438,51 @@ async def test_without_the_store_a_stored_response_is_continued_at_its_holder(st
         turn = replace(prompt("other", session=f"s{number}"), dialect=Dialect.RESPONSES, refers_to="resp_1")
         assert await served(one, turn) == home
         assert one.events.finished[-1].reason is Reason.STORED
+
+
+async def test_an_operators_word_and_a_lifes_age_survive_a_flush_and_a_router_that_knew_neither(
+    store: Flushable,
+) -> None:
+    """The one that starts on the empty store writes first; those that remember mend what it could not know."""
+    one, other = await two(store)
+    for name, changes in (
+        ("r0:1", {"standing": Standing.CORDONED}),
+        ("r1:1", {"standing": Standing.DRAINING, "joined_at_s": 5.0}),
+        ("r2:1", {"joined_at_s": 7.0, "source": "admin"}),
+    ):
+        member = one.fleet.member(name)
+        assert member is not None
+        assert await store.put_member(FLEET, replace(member, **changes))
+    for world in (one, other):
+        await world.fleet.refresh()
+    known = one.fleet.members
+    store.flush()
+    fresh = FleetRuntime(one.fleet.spec, store, FakeProber(), store.clock)
+    await fresh.enrol()
+    await store.put_member(FLEET, Member("r1:1", "http://r1:1", "config", incarnation=LIFE, joined_at_s=99.0))
+    await one.fleet.refresh()
+    found = {member.id: member for member in (await store.members(FLEET)).members}
+    assert {name: member.standing for name, member in found.items()} == {each.id: each.standing for each in known}
+    assert {name: member.incarnation for name, member in found.items()} == {each.id: LIFE for each in known}
+    assert (found["r1:1"].joined_at_s, found["r2:1"].joined_at_s) == (5.0, 7.0)
+
+
+async def test_without_the_store_a_restart_is_seen_by_the_router_that_looks(store: Flushable) -> None:
+    """What it binds then is bound to the life that it saw, and is at home when the store is back."""
+    one, _ = await two(store, replicas=1)
+    prober = FakeProber()
+    prober.shows[url_of(0)] = replace(UP, incarnation="life-9")
+    fleet = FleetRuntime(replace(one.fleet.spec, probe_interval_s=0.001), store, prober, store.clock)
+    await fleet.enrol()
+    store.away = True
+    task = asyncio.create_task(fleet.run())
+    async with asyncio.timeout(10):
+        while (member := fleet.member("r0:1")) is None or member.incarnation != "life-9":  # noqa: ASYNC110 (as above)
+            await asyncio.sleep(0)
+        (recorded,) = (await MemoryStore.members(store, FLEET)).members
+        assert recorded.incarnation == LIFE
+        store.away = False
+        while (await store.members(FLEET)).members[0].incarnation != "life-9":  # noqa: ASYNC110 (as above)
+            await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
