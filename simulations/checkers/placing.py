@@ -12,8 +12,9 @@ from router.domain.decision import Reason
 from router.domain.replica import Standing
 from router.domain.session import Binding
 from router.lifecycle.recent import Record
+from router.telemetry.events import TurnFinished
 from simulations.checkers.wellness import Wellness
-from simulations.seen import Asked, Breach, Decided, Done, Flushed, Sent, Settled, request_of
+from simulations.seen import Asked, Breach, Decided, Done, Fetched, Flushed, Sent, Told, request_of
 
 __all__ = ["BelievesNoMore", "BranchesStay", "BurstsSpread", "NoNewBranchThere", "TenantsApart"]
 
@@ -34,16 +35,25 @@ class NoNewBranchThere:
     wellness: Wellness
     rule: str = "no new branch there"
     source: str = "placement.md, What follows from the one formula"
+    _read_s: dict[str, float] = field(default_factory=dict)
+    """By request: when the store was read for it last."""
 
     def watches(self) -> Mapping[type, Callable[..., None]]:
         """See `Onlooker`."""
-        return {Decided: self._decided}
+        return {Fetched: self._fetched, Decided: self._decided, Done: self._done}
+
+    def _fetched(self, at_s: float, event: Fetched) -> None:
+        if event.request:
+            self._read_s[event.request] = at_s
+
+    def _done(self, _: float, event: Done) -> None:
+        self._read_s.pop(event.request, None)
 
     def _decided(self, _: float, event: Decided) -> None:
         record = event.record
         if record.blind:
             return
-        standing = self.wellness.standing(record.placed.replica, record.at_s)
+        standing = self.wellness.standing(record.placed.replica, self._read_s[request_of(record.turn.id)])
         if standing is Standing.DRAINING or (standing is Standing.CORDONED and record.lineage.known is None):
             raise Breach(self.rule, f"{_told(record)}, which is {standing.value}")
 
@@ -111,7 +121,7 @@ class BranchesStay:
         elif placed.reason is Reason.HOME_GONE:
             if not tried and self.wellness.well(at_s, router, f"http://{home.replica}", home.replica, home.incarnation):
                 raise Breach(self.rule, f"{_told(record)}, and home {home} has been well all along")
-            self._judge_leaving(record, home)
+            self._judge_leaving(at_s, record, home)
         elif placed.reason is not Reason.STORED:
             raise Breach(self.rule, f"{_told(record)}, but home is {home}")
 
@@ -122,8 +132,8 @@ class BranchesStay:
         if at_home is None or there.move_s < _FLOOR_S or at_home.move_s or at_home.total_s + _TIE_S < there.total_s:
             raise Breach(self.rule, f"{_told(record)} for {there}, home: {at_home}")
 
-    def _judge_leaving(self, record: Record, home: Binding) -> None:
-        if self.wellness.standing(home.replica, record.at_s) is not Standing.DRAINING:
+    def _judge_leaving(self, at_s: float, record: Record, home: Binding) -> None:
+        if self.wellness.standing(home.replica, at_s) is not Standing.DRAINING:
             return
         before = self._left.setdefault((record.lineage.branch, home), record.turn.id)
         if before != record.turn.id:
@@ -164,27 +174,35 @@ class TenantsApart:
 
 @dataclass
 class BelievesNoMore:
-    """No replica is believed to hold more of a prompt than a settled turn has left there in this life, nor more than
-    the prompt shares with its branch.
+    """No replica is believed to hold more of a prompt than a turn has left there in this life, nor more than the prompt
+    shares with its branch.
     """
 
     rule: str = "believes no more"
     source: str = "placement.md, Residency"
     _left: dict[tuple[str, str], int] = field(default_factory=dict)
     """By replica and incarnation: the most tokens of one branch."""
+    _lives: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By turn under way and replica."""
 
     def watches(self) -> Mapping[type, Callable[..., None]]:
         """See `Onlooker`."""
-        return {Settled: self._settled, Decided: self._decided}
+        return {Told: self._told, Decided: self._decided}
 
-    def _settled(self, _: float, event: Settled) -> None:
-        it = event.settlement
-        name = (it.replica, it.incarnation)
-        self._left[name] = max(self._left.get(name, 0), it.tokens)
+    def _told(self, _: float, event: Told) -> None:
+        told = event.event
+        if not isinstance(told, TurnFinished):
+            return
+        incarnation = self._lives.pop((told.turn, told.replica), None)
+        if incarnation is not None:
+            name, outcome = (told.replica, incarnation), told.outcome
+            output = outcome.usage.output_tokens if outcome.usage.output_tokens is not None else outcome.output_events
+            self._left[name] = max(self._left.get(name, 0), told.prompt_tokens + output)
 
     def _decided(self, _: float, event: Decided) -> None:
         record = event.record
         placed, turn = record.placed, record.turn
+        self._lives[turn.id, placed.replica] = placed.incarnation
         left = self._left.get((placed.replica, placed.incarnation), 0)
         if not record.blind and placed.cached_tokens > min(left, turn.shared_tokens):
             told = f"{placed.cached_tokens} tokens; it shares {turn.shared_tokens}, and {left} were left there"

@@ -38,7 +38,7 @@ class Wellness:
     _lives: dict[str, str] = field(default_factory=dict)
     """By URL: the incarnation seen last, by whomever."""
     _standing: dict[str, tuple[Standing, float, Standing]] = field(default_factory=dict)
-    """By replica: standing, since when on the store's clock, and the one before."""
+    """By replica: standing, since when, and the one before."""
     _incarnations: dict[str, str] = field(default_factory=dict)
     _changed_at_s: dict[str, float] = field(default_factory=dict)
     """By replica: when its record last changed."""
@@ -84,7 +84,7 @@ class Wellness:
             return
         before = self._standing.get(member.id, (Standing.SERVING, _FAR_BACK_S, Standing.SERVING))
         if before[0] is not member.standing:
-            self._standing[member.id] = (member.standing, event.now_s, before[0])
+            self._standing[member.id] = (member.standing, at_s, before[0])
             self._changed_at_s[member.id] = at_s
         if self._incarnations.get(member.id) != member.incarnation:
             self._incarnations[member.id] = member.incarnation
@@ -120,6 +120,6 @@ class Wellness:
         return at_s - self._ill_at_s.get((router, url), _FAR_BACK_S) <= _LONG_S
 
     def standing(self, replica: str, before_s: float) -> Standing:
-        """What the store said of it at a time on its clock, where that is the latest or the one before."""
+        """What the store said of it at a time, as far as the latest change and the one before go."""
         standing, since_s, before = self._standing.get(replica, (Standing.SERVING, _FAR_BACK_S, Standing.SERVING))
         return standing if before_s > since_s else before

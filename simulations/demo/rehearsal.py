@@ -37,6 +37,8 @@ from simulations.replica_model import Finished, ReplicaModel, ReplicaProfile, Re
 
 __all__ = ["Rehearsal"]
 
+ADMISSION: Final = 1.2
+"""As the router's own default."""
 _FLEET: Final = "rehearsal"
 _EVENT_STREAM: Final = b"text/event-stream"
 _NEVER_S: Final = 1e9
@@ -182,7 +184,7 @@ class Rehearsal:
         seed: int,
         replicas: int,
         *,
-        admission: float = 1.0,
+        admission: float = ADMISSION,
         tuning: Tuning | None = None,
         observer: Observer | None = None,
     ) -> None:
