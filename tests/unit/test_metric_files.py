@@ -83,3 +83,12 @@ def test_an_unreadable_file_of_the_dead_spoils_no_scrape(
     retire(tmp_path, 2)
     assert 'roost_turns_total{fleet="a"} 8.0' in _lines(tmp_path)
     assert "counters of the worker with pid 2 are lost" in caplog.text
+
+
+def test_one_worker_that_cannot_reach_the_store_is_enough_and_a_dead_one_says_nothing(tmp_path: Path) -> None:
+    up = _key("roost_store_up", "roost_store_up")
+    for pid, value in ((1, 1.0), (2, 0.0)):
+        _write(tmp_path / f"gauge_livemin_{pid}.db", {up: value})
+    assert _lines(tmp_path) == {"roost_store_up 0.0"}
+    retire(tmp_path, 2)
+    assert _lines(tmp_path) == {"roost_store_up 1.0"}

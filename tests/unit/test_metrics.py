@@ -105,6 +105,13 @@ def test_who_waits_is_counted_until_it_waits_no_more() -> None:
     assert found["roost_kv_live_share", (("fleet", "f"),)] == 0.25
 
 
+def test_the_store_is_up_or_not() -> None:
+    metrics = Metrics()
+    for up in (True, False, True):
+        metrics.store(up)
+        assert read(metrics)["roost_store_up", ()] == float(up)
+
+
 def test_no_label_tells_of_a_session_branch_or_turn() -> None:
     metrics = Metrics()
     metrics.emit(TurnStarted("t", "f", "r"))
