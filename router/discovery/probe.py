@@ -186,6 +186,8 @@ def _failure(error: Exception) -> Failure:
     if isinstance(error, TimeoutError):
         return Failure.TIMEOUT
     if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error.os_error, ConnectionResetError):  # something accepts there, and cuts
+            return Failure.RESET
         refused = isinstance(error.os_error, ConnectionRefusedError) or error.os_error.errno == errno.ECONNREFUSED
         return Failure.REFUSED if refused else Failure.UNRESOLVED
     if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError | OSError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import json
+import unittest.mock
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -13,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from router.discovery import Engine, Failure, Observation, Probe, open_session
+from router.discovery.probe import _failure
 
 Raw = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -373,6 +376,16 @@ async def test_a_replica_that_resets_is_unreachable(session: aiohttp.ClientSessi
     async with raw_serving(reset) as url:
         seen = await observe_once(session, url)
     assert (seen.reachable, seen.failure) == (False, Failure.RESET)
+
+
+def test_what_cuts_a_connection_as_it_is_made_is_no_unknown_address() -> None:
+    """A balancer without a replica behind it accepts and resets at once; some clients see that while they connect."""
+    cut = aiohttp.ClientConnectorError(unittest.mock.MagicMock(), ConnectionResetError(errno.ECONNRESET, "reset"))
+    assert _failure(cut) is Failure.RESET
+    refused = aiohttp.ClientConnectorError(unittest.mock.MagicMock(), ConnectionRefusedError(errno.ECONNREFUSED, "no"))
+    assert _failure(refused) is Failure.REFUSED
+    unknown = aiohttp.ClientConnectorDNSError(unittest.mock.MagicMock(), OSError(-2, "Name or service not known"))
+    assert _failure(unknown) is Failure.UNRESOLVED
 
 
 async def test_a_body_cut_short_is_not_taken_for_the_whole(session: aiohttp.ClientSession) -> None:

@@ -99,7 +99,7 @@ def _figures(
             "last_quarter": round(statistics.median(rss[-quarter:]) / 1e6, 1),
             "max": round(max(rss) / 1e6, 1),
         },
-        "in_flight_at_the_end": checks.samples[-1].in_flight,
+        "left_at_the_end": checks.left,
         "not_done": faults.ledger.skipped,
         "violations": [{"at_s": round(at_s, 2), "what": what} for at_s, what in violations.found],
         "fault_log": [
@@ -140,7 +140,7 @@ def _show(figures: dict[str, Any], console: Console) -> None:
         "cached_share",
         "first_byte_s",
         "router_rss_mb",
-        "in_flight_at_the_end",
+        "left_at_the_end",
         "not_done",
     ):
         value = figures[name]

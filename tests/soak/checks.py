@@ -64,6 +64,8 @@ class Checks:
 
     def __init__(self, stage: Stage, ledger: Ledger, clients: Clients, violate: Callable[[str], None]) -> None:
         self.samples: list[Sample] = []
+        self.left: dict[str, object] = {}
+        """What `finish` found held after the last turn, once it was nothing or patience ended."""
         self._stage = stage
         self._ledger = ledger
         self._clients = clients
@@ -116,17 +118,16 @@ class Checks:
     async def finish(self) -> None:
         """When all is mended and nobody asks any more: nothing in flight, nothing left behind, memory flat."""
         deadline_s = time.monotonic() + SETTLED_S
-        left: object = None
         while time.monotonic() < deadline_s:
             leases = await self._stage.stores.leases()
             counts = [await self._in_flight(router) for router in self._stage.routers]
             running = [await self._running(engine.port) for engine in self._stage.engines if engine.program.pid]
-            left = {"leases": leases, "in flight": counts, "running at replicas": running}
+            self.left = {"leases": leases, "in flight": counts, "running at replicas": running}
             if not leases and not any(counts) and None not in counts and not any(running):
                 break
             await asyncio.sleep(0.25)
         else:
-            self._violate(f"{SETTLED_S:g} s after the last turn there are still {left}")
+            self._violate(f"{SETTLED_S:g} s after the last turn there are still {self.left}")
         self._memory()
         self._logs()
 

@@ -321,7 +321,7 @@ class Faults:
         router.up = False
         await router.program.end()
         await self._pause(self._random.uniform(1, 14))
-        await router.start()
+        await router.start(self._stage.http)
         self._mended(fault)
 
     async def _router_stopped(self, router: Router) -> None:
@@ -333,7 +333,7 @@ class Faults:
         if code:
             self.ledger.skipped.append(f"{router.program.name} ended with {code}")
         await self._pause(self._random.uniform(0, 4))
-        await router.start()
+        await router.start(self._stage.http)
         self._mended(fault)
 
 

@@ -161,11 +161,18 @@ class Router:
     up: bool = False
     """Whether the balancer in front sends clients there."""
 
-    async def start(self) -> None:
-        """Until it accepts turns."""
+    async def start(self, http: aiohttp.ClientSession) -> None:
+        """Until it says that it is ready, as a balancer asks it."""
         await self.program.start()
         await accepts(self.port)
+        async with asyncio.timeout(START_S):
+            while not await self._ready(http):
+                await asyncio.sleep(0.05)
         self.up = True
+
+    async def _ready(self, http: aiohttp.ClientSession) -> bool:
+        async with http.get(f"http://{HOST}:{self.port}/readyz") as response:
+            return response.status == 200
 
 
 @dataclass
@@ -321,7 +328,7 @@ async def stage(folder: Path, replicas: int, seed: int) -> AsyncIterator[Stage]:
         for router in routers:
             settings = _settings(router.port, router.admin_port, router.store.port, engines[:-1])
             (folder / f"{router.program.name}.yaml").write_text(yaml.safe_dump(settings))
-            await router.start()
+            await router.start(http)
         yield made
 
 
