@@ -150,12 +150,18 @@ def _launches(
 
 
 def roost() -> Adapter:
-    """Roost as it is shipped, from this environment; several routers share a Redis."""
+    """Roost from this environment; several routers share a Redis. It is told to pass clients' keys on, as the others do
+    by themselves: unless asked, it shows replicas none.
+    """
     command = shlex.quote(str(Path(sys.executable).with_name("roost")))
     base = f"{command} router --host {{host}} --port {{port}} --admin-port {{admin_port}} {{replicas:--replica}}"
     return Adapter(
         name="roost",
-        launches=_launches(base, {"sessions": "", "keyless": "", "several": "--redis {redis}"}),
+        launches=_launches(
+            base,
+            {"sessions": "", "keyless": "", "several": "--redis {redis}"},
+            {"ROOST_AUTH__CLIENT_CREDENTIALS": "pass"},
+        ),
         can=frozenset(Can),
         session_header="modal-session-id",
         members=RoostMembers(),
