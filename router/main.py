@@ -14,6 +14,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -77,6 +78,8 @@ CUT_S: Final = 0.25
 """What a connection gets to close by itself when there is no more waiting. Not 0, which aiohttp takes for no limit:
 then one idle keep-alive connection would hold up the end for ever.
 """
+SPARE_FILES: Final = 256
+"""Open files that are neither a client's nor a replica's connection."""
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
 """Of glibc's malloc.h."""
@@ -158,13 +161,25 @@ def bound(key: str, host: str, port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def _tune_process() -> None:
+def _allow_connections(count: int) -> None:
+    """So many clients, each with a connection to a replica, as far as the system lets a process open files."""
+    wanted = 2 * count + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning("the system allows %d open files, too few for limits.connections_max (%d wanted)", most, wanted)
+
+
+def _tune_process(connections_max: int) -> None:
     """Spend less on memory that comes and goes with every turn.
 
     Collections are rarer and skip what lives as long as the process: a turn makes hundreds of small objects and few
     cycles. And glibc keeps freed memory up to 64 MiB instead of giving each request body's pages back and faulting them
     in again (a 400 KB body costs a fifth less CPU so).
     """
+    _allow_connections(connections_max)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -272,7 +287,7 @@ async def serve(
             now_s=clock.now_s,
         )
         admin = Admin(fleets, store, recent, health, metrics.render)
-        _tune_process()
+        _tune_process(settings.limits.connections_max)
         watching = watch(fleets, _tuning(settings), observer)
         watches = (turnstile.run(), keys.run()) if keys is not None else ()
         store.watch(metrics.store)

@@ -386,6 +386,11 @@ CONTRADICTIONS: list[tuple[str, str]] = [
         "(allowed: less than 3; a third of it is good; set by FILE)",
     ),
     (
+        "limits: {body_max_bytes: 2000, bodies_max_bytes: 1000}",
+        "limits.bodies_max_bytes: 1000 is below limits.body_max_bytes (2000), so the largest body would wait for room "
+        "that never comes (allowed: at least 2000; set by FILE)",
+    ),
+    (
         "admin: {port: 8080}",
         "admin.port: 8080 is also listen.port; clients must not reach the admin API "
         "(allowed: a port of its own; set by FILE)",
