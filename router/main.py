@@ -292,6 +292,7 @@ async def serve(
         watches = (turnstile.run(), keys.run()) if keys is not None else ()
         store.watch(metrics.store)
         store.watch(turns.store_changed)
+        store.watch(turnstile.store_changed)
         async with _running(store, store.run(), fleets.run(), leases.run(), turns.run(fleets), watching, *watches):
             try:
                 await _listen(settings, listeners, stop, gateway, admin, health, turns, announce)

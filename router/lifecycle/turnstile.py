@@ -43,6 +43,7 @@ class Turnstile:
         self._under_way: dict[str, set[str]] = {}
         """By tenant, of this process: permits of turns that are under way."""
         self._arrivals: dict[str, int] = {}
+        self._store_up = True
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -69,6 +70,10 @@ class Turnstile:
         """Turns in this process of a tenant that may have only so many."""
         return len(self._under_way.get(tenant, ()))
 
+    def store_changed(self, up: bool) -> None:
+        """The store has gone or come back: while it is away nobody waits for it."""
+        self._store_up = up
+
     async def run(self) -> None:
         """Renew until cancelled."""
         while True:
@@ -77,6 +82,8 @@ class Turnstile:
 
     async def renew(self) -> None:
         """Tell the store of all turns under way."""
+        if not self._store_up:
+            return
         for tenant, permits in list(self._under_way.items()):
             held = list(permits)
             try:
@@ -93,6 +100,8 @@ class Turnstile:
             await asyncio.wait(self._tasks)
 
     async def _take(self, tenant: Tenant, permit: str) -> Denied | None:
+        if not self._store_up:
+            return self._take_alone(tenant)
         try:
             denied = await self._permits.take(tenant.name, permit, tenant.limits, self._ttl_s)
         except asyncio.CancelledError:
@@ -123,7 +132,7 @@ class Turnstile:
         return wait_s
 
     def _give(self, tenant: Tenant, permit: str) -> None:
-        if tenant.limits.concurrent is None:
+        if tenant.limits.concurrent is None or not self._store_up:
             return
         task = asyncio.get_running_loop().create_task(_quietly(self._permits.give(tenant.name, permit)))
         self._tasks.add(task)

@@ -230,3 +230,19 @@ async def test_what_was_given_back_while_others_are_renewed_is_not_there_again()
     await router.drained()
     async with router.turn(tenant(1, name="a")), router.turn(tenant(1, name="b")):
         pass
+
+
+async def test_a_store_that_is_known_to_be_away_is_not_asked() -> None:
+    """Nobody waits for its timeout; once it is back it is asked again, and told of what goes on."""
+    world = World()
+    one, other = world.router(), world.router()
+    one.store_changed(up=False)
+    async with AsyncExitStack() as stack:
+        assert await held(one, tenant(2), stack, 5) == 2
+        await one.renew()
+        assert world.shared.calls == 0
+        one.store_changed(up=True)
+        await one.renew()
+        assert await held(other, tenant(2), stack) == 0
+    await one.drained()
+    assert await held(other, tenant(2), AsyncExitStack()) == 1
