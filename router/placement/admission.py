@@ -7,7 +7,8 @@ sessions that are running go on, with their forks and subagents, and new ones wa
 (`router.lifecycle.waiting`).
 
 What many sessions share (a harness' tools and system prompt) counts once for each, since no session knows of the
-others; what a fork shares with the branch it came from, at the same replica, counts once.
+others, and the tokens of an agent that has ended count until they have decayed: so the limit is somewhat above 1. What
+a fork shares with the branch it came from, at the same replica, counts once.
 """
 
 from __future__ import annotations

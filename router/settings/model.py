@@ -261,9 +261,10 @@ class Fleet(Group):
         "asked otherwise.",
     )
     admission: Share = Field(
-        1.0,
-        description="Share of the fleet's KV room, device and host, that live branches may fill before new sessions "
-        "wait; 0 turns it off. 1: beyond it every further session pushes out KV that a running one asks for again.",
+        1.2,
+        description="Share of the fleet's KV room, device and host, that live branches may ask for before new sessions "
+        "wait; 0 turns it off. 1.2: what sessions share is counted for each of them, and agents that have ended count "
+        "for a while, so that the cliff lies beyond 1.",
     )
     probe_interval_s: Seconds = Field(
         1.0,

@@ -1,6 +1,6 @@
 """What admission is worth: more agents than a fleet's KV holds, with and without it, in virtual time.
 
-    python -m tests.bench.admission [--sessions N] [--limits 0,1] [--duration SECONDS] [--think SECONDS] [--json FILE]
+    python -m tests.bench.admission [--sessions N] [--limits 0,1,1.2] [--duration SECONDS] [--think SECONDS] [--json FILE]
 
 The router's own lifecycle before replica models (`simulations.demo.rehearsal`); agents come one after another over
 half the time, their number is then constant, and a refused one comes back after Retry-After. TTFT is from commit, so
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--sessions", type=int, default=100)
-    parser.add_argument("--limits", default="0,1", help="shares of the KV room, 0: no admission")
+    parser.add_argument("--limits", default="0,1,1.2", help="shares of the KV room, 0: no admission")
     parser.add_argument("--duration", type=float, default=1200.0, help="virtual seconds")
     parser.add_argument("--think", type=float, default=60.0, help="longest pause of an agent, seconds")
     parser.add_argument("--turns", type=int, default=32, help="turns of an agent")

@@ -17,7 +17,7 @@ from tests.integration.relay_rig import Client
 from tests.integration.replicas import DIALECTS, PATHS, PATIENCE_S, Replica, replicas
 from tests.integration.roosts import PROBE_INTERVAL_S, Answer, Roost, running, settings_for
 
-ROOM_TOKENS = 1_250
+ROOM_TOKENS = 1_050
 """For two sessions of about 520 tokens."""
 FOREVER_S = 1e9
 
@@ -144,7 +144,7 @@ async def test_beyond_the_queue_clients_are_told_at_once() -> None:
 
 async def test_one_tenant_cannot_fill_the_queue_and_tenants_take_turns() -> None:
     """Of four seats two go to the tenant that came second; room for one at a time then comes in turns."""
-    async with small(queue_max=4) as roost, replicas(1, device_tokens=1_100) as more:
+    async with small(queue_max=4) as roost, replicas(1, device_tokens=950) as more:
         greedy = [session(f"g{number}", key="greedy") for number in range(4)]
         modest = [session(f"m{number}", key="modest") for number in range(2)]
         async with waiting(roost, *greedy) as tasks:
@@ -161,7 +161,7 @@ async def test_one_tenant_cannot_fill_the_queue_and_tenants_take_turns() -> None
 
 
 async def test_a_request_of_higher_priority_goes_first_and_its_body_passes_untouched() -> None:
-    async with small() as roost, replicas(1, device_tokens=600) as more:
+    async with small() as roost, replicas(1, device_tokens=500) as more:
         plain, urgent = session("plain"), session("urgent", field_given=("priority", 7))
         async with waiting(roost, plain, urgent) as (first, second):
             await roost.admin("POST", "/admin/replicas", {"url": more[0].url})
