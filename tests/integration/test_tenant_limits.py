@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from router.domain.turn import Dialect
 from router.settings import Auth, Store
+from tests.contracts.servers import serving_with
 from tests.integration.conversations import Conversation
 from tests.integration.relay_rig import Client
 from tests.integration.replicas import DIALECTS, PATHS, Gate, Replica, Script, Visit, events, replicas, speak
@@ -176,6 +178,28 @@ async def test_what_is_refused_gives_back(tmp_path: Path) -> None:
             bad = await roost.request("POST", PATHS[Dialect.CHAT], b"no json", {"x-api-key": KEY})
             assert bad.status == 400
         await _lets_through(roost)
+
+
+async def test_a_store_that_hangs_leaves_the_limit_to_each_process(tmp_path: Path) -> None:
+    """What was let through before counts, and nobody is let through unlimited. Whose a stored response is nobody can
+    say then, so no replica is asked for it.
+    """
+    with serving_with("valkey") as (process, socket):
+        store = shared_store(f"unix://{socket}", "hangs", timeout_s=0.5)
+        async with (
+            replicas(1) as fleet,
+            routers(fleet, tmp_path, store, rate_per_minute=4) as (roost,),
+        ):
+            assert [(await ask(roost, asks(f"a{number}"))).status for number in range(2)] == [200, 200]
+            process.send_signal(signal.SIGSTOP)
+            try:
+                statuses = [(await ask(roost, asks(f"b{number}"))).status for number in range(4)]
+                whose = await roost.request("GET", "/v1/responses/resp_1", headers={"x-api-key": FREE})
+            finally:
+                process.send_signal(signal.SIGCONT)
+            assert statuses == [200, 200, 429, 429]
+            assert (whose.status, whose.headers["x-roost-error"]) == (503, "store_unavailable")
+            assert len(fleet[0].seen) == 4
 
 
 async def _lets_through(roost: Roost) -> None:
