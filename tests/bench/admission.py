@@ -1,6 +1,6 @@
 """What admission is worth: more agents than a fleet's KV holds, with and without it, in virtual time.
 
-    python -m tests.bench.admission [--sessions N] [--limits 0,1,1.2] [--duration SECONDS] [--think SECONDS] [--json FILE]
+    python -m tests.bench.admission [--sessions N] [--limits 0,1,1.2] [--duration S] [--think S] [--json FILE]
 
 The router's own lifecycle before replica models (`simulations.demo.rehearsal`); agents come one after another over
 half the time, their number is then constant, and a refused one comes back after Retry-After. TTFT is from commit, so
