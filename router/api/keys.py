@@ -1,6 +1,7 @@
 """API keys: whose a key is, by a file that holds their hashes only and is read again whenever it changes.
 
-    secret: 5f0c…            # any text that nobody can guess; the same on every router (see `named_scope`)
+    secret: 5f0c…            # any text that nobody can guess, the same on every router (see `named_scope`);
+                             # another one forgets all sessions
     tenants:
       acme:
         keys: [sha256:9f86…, sha256:2c26…]    # two at once while one replaces the other
