@@ -1,7 +1,7 @@
 """The composition root of one router process: settings → adapters → lifecycle → listeners; signals; exit codes.
 
 Shutdown: not ready at once, still accepting for `timeouts.ready_lag_s` so that load balancers notice, then no new
-connections; running turns get `timeouts.shutdown_grace_s`, what is left is cut and counted in one log line. A second
+connections; running requests get `timeouts.shutdown_grace_s`, what is left is cut and counted in one log line. A second
 SIGINT waits for nothing.
 """
 
@@ -348,9 +348,9 @@ async def _listen(
         await asyncio.sleep(lag_s)
         server.close()
         protocol.retire()
-        cut = await turns.idle(grace_s)
+        cut = await protocol.idle(grace_s)
         if cut:
-            log.warning("shutting down: %d turns had not finished after %g s and are cut", cut, grace_s)
+            log.warning("shutting down: %d requests had not finished after %g s and are cut", cut, grace_s)
     finally:
         server.close()
         await protocol.shutdown(timeout=CUT_S)

@@ -23,6 +23,7 @@ import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final, Protocol, cast
@@ -303,6 +304,9 @@ class RelayServer(web.Server):
         self._handler = handler
         self._limits = limits or ClientLimits()
         self._open = 0
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def __call__(self) -> ClientConnection:
         """One protocol per connection."""
@@ -312,6 +316,13 @@ class RelayServer(web.Server):
         """No request is taken any more but those under way: idle connections are closed, others after their answer."""
         for connection in self.connections:
             cast("ClientConnection", connection).retire()
+
+    async def idle(self, patience_s: float) -> int:
+        """Wait until no request is under way, at most `patience_s`; returns how many still are."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._idle.wait()
+        return self._under_way
 
     def admit(self) -> bool:
         """Count a connection; False where it is one too many."""
@@ -327,7 +338,14 @@ class RelayServer(web.Server):
         target = request.raw_path
         refusal = head_refusal(request.method, request.version, target, request.headers)
         if refusal is None:
-            return await self._handler(request)
+            self._under_way += 1
+            self._idle.clear()
+            try:
+                return await self._handler(request)
+            finally:
+                self._under_way -= 1
+                if not self._under_way:
+                    self._idle.set()
         _LOG.info("refused a request: %s", refusal)
         connection = cast("ClientConnection", request.protocol)
         return cast("web.StreamResponse", _Refusal(connection, refusal, error_dialect(path_of(target))))

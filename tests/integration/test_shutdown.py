@@ -52,7 +52,7 @@ async def test_a_turn_that_does_not_finish_is_cut_and_counted(tmp_path: Path) ->
         await client.chunk()
         await begun.wait()
         assert await roost.ended(signal.SIGTERM) == 0
-        assert any("1 turns had not finished" in line for line in roost.lines)
+        assert any("1 requests had not finished" in line for line in roost.lines)
         assert await client.reader.read() == b""  # closed, and no last chunk before that
         never.set()
 
@@ -88,12 +88,19 @@ async def test_a_router_that_stops_says_so_first_and_lets_what_runs_finish(tmp_p
         Client.to(roost.port) as long,
         Client.to(roost.port) as whole,
         Client.to(roost.port) as endless,
+        Client.to(roost.port) as passing,
+        Client.to(roost.port) as upload,
         Client.to(roost.port) as idle,
     ):
         for client, kind in ((long, "long"), (whole, "whole"), (endless, "endless")):
             asked = Conversation(kind, stream=kind != "whole").body()
             await client.post(asked, headers=f"X-Kind: {kind}\r\n", path=turn)
             await begun.acquire()
+        await passing.post(b"{}", headers="X-Kind: whole\r\n", path="/v1/embeddings")
+        await begun.acquire()
+        large = Conversation("upload").body()
+        upload.writer.write(f"POST {turn} HTTP/1.1\r\nHost: r\r\nContent-Length: {len(large)}\r\n\r\n".encode())
+        upload.writer.write(large[:100])
         await idle.post(Conversation("before").body(), path=turn)
         assert (await idle.answer()).status == 200
 
@@ -106,12 +113,14 @@ async def test_a_router_that_stops_says_so_first_and_lets_what_runs_finish(tmp_p
         assert await idle.gone()
         finish.set()
         assert (await long.answer()).complete
-        answer = await whole.answer()
-        assert (answer.status, answer.complete, answer.headers[b"connection"]) == (200, True, b"close")
-        assert await whole.gone()
+        upload.writer.write(large[100:])
+        for client in (whole, passing, upload):
+            answer = await client.answer()
+            assert (answer.status, answer.complete, answer.headers[b"connection"]) == (200, True, b"close")
+            assert await client.gone()
         assert await roost.ended() == 0
         assert not (await endless.answer()).complete
         assert [line for line in roost.lines if "had not finished" in line or "cut" in line] == [
-            "shutting down: 1 turns had not finished after 3 s and are cut"
+            "shutting down: 1 requests had not finished after 3 s and are cut"
         ]
         never.set()
