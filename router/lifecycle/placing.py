@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from router.domain.decision import Placed, Reason, Refused
-from router.domain.errors import NotPlaced, StoreError
+from router.domain.errors import NotPlaced, StoreError, StoreUnavailable
 from router.domain.replica import Fleet
 from router.domain.session import Binding
 from router.domain.shared import Acquired, Ask, Claim, View, lease_of
@@ -139,7 +139,7 @@ class Placing:
         last = attempt + 1 == self._limits.attempts
         try:
             ask = ask_for(facts)
-            view = await self._store.fetch(fleet.name, ask)
+            view = await self._fetch(fleet.name, ask)
             if view.membership_version != fleet.version:
                 await fleet.refresh()
             if attempt == 0:  # a rival that made the claim stale has told the store something newer
@@ -181,6 +181,15 @@ class Placing:
         except asyncio.CancelledError:
             self._settling.undo(held.fleet.name, claim)
             raise
+
+    async def _fetch(self, fleet: str, ask: Ask) -> View:
+        """Ask the store; once more where it failed, since a stalled loop or a lost connection is no store that is away
+        (one that hangs fails the second call at once).
+        """
+        try:
+            return await self._store.fetch(fleet, ask)
+        except StoreUnavailable:
+            return await self._store.fetch(fleet, ask)
 
     async def _reminded(self, fleet: FleetRuntime, ask: Ask, view: View) -> View:
         """What the store knows, after it was told what this router alone knows of the prompt."""

@@ -377,6 +377,19 @@ async def test_a_claim_whose_answer_is_lost_holds_the_place_and_gives_it_back() 
     assert claim.replica == world.replica_of()
 
 
+async def test_a_question_whose_answer_is_lost_is_asked_again() -> None:
+    """One lost answer is no store that is away: a branch that another router placed is still found."""
+    world = await stage(5)
+    await world.serve(prompt(LONG))
+    home = world.replica_of()
+    other = await stage(5, store=world.store, ids="other")
+    world.store.lose_answers.update(fetch=1)
+    await other.serve(prompt(LONG, "ok", "next"))
+    await other.settled()
+    assert (other.replica_of(), other.events.finished[-1].blind) == (home, False)
+    assert world.store.calls[:3] == ["fetch", "fetch", "acquire"]
+
+
 async def test_when_nothing_can_be_claimed_the_turn_gives_up_after_its_attempts() -> None:
     world = await stage(limits=Limits(attempts=5))
     world.store.stale = "branch"
