@@ -119,10 +119,11 @@ class Gateway:
                 return web.Response(status=204)
             return await self._serve(request, read)
         except RoostError as error:
-            self._observer.emit(TurnRefused(read.fleet, error_dialect(read.path).value, error.code))
+            tenant = read.tenant.name if read.tenant is not None else None
+            self._observer.emit(TurnRefused(read.fleet, error_dialect(read.path).value, error.code, tenant))
             # What a client did wrong is told to the client: the log must not hold what it wrote.
             why = error.code if isinstance(error, RequestError) else error
-            whose = f" of tenant {read.tenant.name}" if read.tenant is not None else ""
+            whose = f" of tenant {tenant}" if tenant is not None else ""
             log.info("%s %s%s: %s", read.method, error_dialect(read.path).value, whose, why)
             return _refuse(error, read)
 

@@ -63,6 +63,8 @@ class TurnRefused:
     dialect: str
     code: str
     """The error's code (`router.domain.errors`)."""
+    tenant: str | None = None
+    """Its name in the keys file, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,12 @@ class Metrics:
             ["dialect", "code"],
             registry=r,
         )
+        self._tenants_refused = Counter(
+            "roost_tenant_requests_refused",
+            "Requests of tenants in the keys file that Roost itself answered with an error",
+            ["tenant", "code"],
+            registry=r,
+        )
         self._sources = Counter(
             "roost_turns_by_session_source",
             "Turns by the header or field that named their session",
@@ -145,6 +151,8 @@ class Metrics:
                 self._finished(event)
             case TurnRefused():
                 self._of(self._refused, event.dialect, event.code).inc()
+                if event.tenant is not None:
+                    self._of(self._tenants_refused, event.tenant, event.code).inc()
             case TurnWaiting():
                 self._of(self._waiting, event.fleet).inc()
             case TurnWaited():

@@ -88,6 +88,8 @@ async def test_two_routers_share_a_tenants_rate(tmp_path: Path, valkey_url: str)
         assert 1 <= int(answers[-1].headers["retry-after"]) <= 12
         assert len(fleet[0].turns) == 5
         assert (await ask(both[0], asks("free", FREE))).status == 200
+        refused = 'roost_tenant_requests_refused_total{code="rate_limit_exceeded",tenant="limited"} 1.0'
+        assert [refused in await roost.metrics() for roost in both] == [True, True]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
