@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from router.domain.replica import Beliefs, Load
 from router.domain.session import Binding, Branch, Residue, Session
@@ -51,6 +52,8 @@ from router.store.expiring import Expiring
 from router.store.keys import HEADS_KEPT, RESIDUES_KEPT, SWEEP_MAX
 
 __all__ = ["MemoryStore"]
+
+_NEVER_MS: Final = 1 << 62
 
 
 @dataclass(slots=True)
@@ -82,6 +85,8 @@ class _Fleet:
     lives: dict[str, _Life] = field(default_factory=dict)
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
     leases: dict[str, _Lease] = field(default_factory=dict)
+    due_ms: int = 0
+    """No lease is due before; so not every reading looks through them all."""
     boundaries: Expiring[str] = field(default_factory=Expiring)
     branches: Expiring[Branch] = field(default_factory=Expiring)
     sessions: Expiring[Session] = field(default_factory=Expiring)
@@ -319,6 +324,7 @@ def _take(at: _Fleet, life: _Life, lease: Lease, until_ms: int) -> None:
         locked_tokens=life.load.locked_tokens + lease.locked_tokens,
     )
     at.leases[lease.id] = _Lease(life, lease.branch, lease.prefill_tokens, lease.locked_tokens, until_ms)
+    at.due_ms = min(at.due_ms, until_ms)
 
 
 def _take_again(at: _Fleet, lease: Lease, until_ms: int, now_s: float) -> bool:
@@ -359,9 +365,13 @@ def _give_back(at: _Fleet, lease: _Lease, now_s: float) -> None:
 
 def _sweep(at: _Fleet, now_s: float) -> None:
     """Give back the leases whose time is up, oldest first."""
-    due = sorted((lease.expires_ms, name) for name, lease in at.leases.items() if lease.expires_ms <= _ms(now_s))
+    now_ms = _ms(now_s)
+    if now_ms < at.due_ms:
+        return
+    due = sorted((lease.expires_ms, name) for name, lease in at.leases.items() if lease.expires_ms <= now_ms)
     for _, name in due[:SWEEP_MAX]:
         _give_back(at, at.leases.pop(name), now_s)
+    at.due_ms = min((lease.expires_ms for lease in at.leases.values()), default=_NEVER_MS)
 
 
 def _ms(now_s: float) -> int:
