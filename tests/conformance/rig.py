@@ -104,8 +104,6 @@ class Stage:
     routers: list[Router]
     redis: Redis | None
     dialects: frozenset[Dialect]
-    tainted: bool = False
-    """Whether a case has left it in a state that no other should meet."""
 
     @property
     def router(self) -> Router:
@@ -248,15 +246,19 @@ class Target:
         await until(tried, 30.0, f"no request passes: {router.log[-400:]}")
 
 
+Pool = dict[tuple[int, Variant], tuple[Stage, AsyncExitStack]]
+"""Stages that cases share, by replicas and configuration, and what closes each."""
+
+
 class Rig:
     """What one case is given."""
 
-    def __init__(self, target: Target, case: Case, pool: dict[int, tuple[Stage, AsyncExitStack]]) -> None:
+    def __init__(self, target: Target, case: Case, pool: Pool) -> None:
         self.target = target
         self.case = case
         self._pool = pool
         self._stack = AsyncExitStack()
-        self._used: list[int] = []
+        self._used: list[tuple[int, Variant]] = []
 
     @property
     def adapter(self) -> Adapter:
@@ -270,30 +272,31 @@ class Rig:
             variant = "several" if routers > 1 else "keyless" if Can.KEYLESS in self.case.needs else "sessions"
         return await self.target.stage(replicas, routers, variant, given, self._stack)
 
-    async def shared(self, replicas: int = 2) -> Stage:
-        """A router in the configuration for sessions that other cases use before and after, its replicas well again.
+    async def shared(self, replicas: int = 2, variant: Variant = "sessions") -> Stage:
+        """A router that other cases use before and after, its replicas well again.
 
         For cases that change nothing in the router that another could notice.
         """
-        if replicas not in self._pool:
+        key = (replicas, variant)
+        if key not in self._pool:
             stack = AsyncExitStack()
             try:
-                self._pool[replicas] = (await self.target.stage(replicas, 1, "sessions", {}, stack), stack)
+                self._pool[key] = (await self.target.stage(replicas, 1, variant, {}, stack), stack)
             except BaseException:
                 await stack.aclose()
                 raise
-        stage = self._pool[replicas][0]
+        stage = self._pool[key][0]
         for replica in stage.replicas:
             replica.reset()
-        self._used.append(replicas)
+        self._used.append(key)
         return stage
 
     async def close(self, *, failed: bool) -> None:
         """Stop what was the case's own; after a failure also what it shared."""
         await self._stack.aclose()
-        for replicas in self._used:
-            if replicas in self._pool and (failed or self._pool[replicas][0].tainted):
-                _, stack = self._pool.pop(replicas)
+        for key in self._used:
+            if failed and key in self._pool:
+                _, stack = self._pool.pop(key)
                 await stack.aclose()
 
 

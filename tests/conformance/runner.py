@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tests.conformance.case import Case, Failed, NotApplicable, Verdict
 from tests.conformance.dialects import DIALECTS, Dialect, ask
-from tests.conformance.rig import Rig, Stage, Target, new_mark
+from tests.conformance.rig import Pool, Rig, Target, new_mark
 
 _WAITING_AT_ONCE = 3
 """Cases that only wait, run beside each other."""
@@ -44,7 +44,7 @@ async def discover(target: Target) -> None:
 
 async def run(target: Target, cases: Sequence[Case], tell: Callable[[Result], None]) -> list[Result]:
     """Every case's result, in the order of the cases."""
-    pool: dict[int, tuple[Stage, AsyncExitStack]] = {}
+    pool: Pool = {}
     results: dict[str, Result] = {}
     gate = asyncio.Semaphore(_WAITING_AT_ONCE)
 
@@ -80,7 +80,7 @@ def _missing(target: Target, case: Case) -> str:
     return next((why for name, why in target.adapter.loses.items() if case.matches([name])), "")
 
 
-async def _try(target: Target, case: Case, pool: dict[int, tuple[Stage, AsyncExitStack]]) -> Result:
+async def _try(target: Target, case: Case, pool: Pool) -> Result:
     started = time.monotonic()
     why = _missing(target, case)
     if why:

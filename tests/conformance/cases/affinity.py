@@ -87,9 +87,9 @@ async def racing_first_turns(rig: Rig) -> None:
     each=DIALECTS,
 )
 async def unnamed_stays(rig: Rig, dialect: Dialect) -> None:
-    stage = await rig.stage(3)
+    stage = await rig.shared(3, "keyless")
     for number in range(6):
-        session = stage.session(dialect, name="", system=f"You are agent {number}.", size_bytes=4000)
+        session = stage.session(dialect, name="", system=f"You are {dialect} agent {number}.", size_bytes=4000)
         found = homes([await session.turn(stream=turn % 2 == 0) for turn in range(5)])
         check(len(found) == 1, f"5 turns of one conversation went to {len(found)} replicas")
 

@@ -52,7 +52,7 @@ async def _leave(stage: Stage, dialect: Dialect, gate: Gate, *, stream: bool, be
     each=DIALECTS,
 )
 async def before_the_head(rig: Rig, dialect: Dialect) -> None:
-    await _leave(await rig.stage(2), dialect, Gate(), stream=True, began=False)
+    await _leave(await rig.shared(), dialect, Gate(), stream=True, began=False)
 
 
 @rule(
@@ -61,7 +61,7 @@ async def before_the_head(rig: Rig, dialect: Dialect) -> None:
     each=DIALECTS,
 )
 async def midway(rig: Rig, dialect: Dialect) -> None:
-    await _leave(await rig.stage(2), dialect, Gate(begin=True), stream=True, began=True)
+    await _leave(await rig.shared(), dialect, Gate(begin=True), stream=True, began=True)
 
 
 @rule(
@@ -70,7 +70,7 @@ async def midway(rig: Rig, dialect: Dialect) -> None:
     each=DIALECTS,
 )
 async def waiting(rig: Rig, dialect: Dialect) -> None:
-    await _leave(await rig.stage(2), dialect, Gate(), stream=False, began=False)
+    await _leave(await rig.shared(), dialect, Gate(), stream=False, began=False)
 
 
 @rule(
