@@ -306,18 +306,18 @@ def _role(raw: msgspec.Raw) -> str:
 
 def _raw_prompt(start: bytes, fields: Any) -> Chain:
     for raw in (fields.prompt, fields.text, fields.input_ids):
-        data = bytes(raw)
-        if data in _NULLISH:
+        data = memoryview(raw)  # no copy: a prompt may be as large as a body
+        if len(data) <= len(b"null") and bytes(data) in _NULLISH:
             continue
         try:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return chain_text(start, data)
+            return chain_text(start, bytes(data))
         if isinstance(value, str):
             return chain_text(start, value.encode("utf-8", "surrogatepass"))
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             return chain_token_ids(start, value)
-        return chain_text(start, data)
+        return chain_text(start, bytes(data))
     return NO_CHAIN
 
 
