@@ -11,6 +11,7 @@ from typing import Final
 from router.domain.decision import Reason
 from router.domain.session import Binding
 from router.domain.turn import Facts
+from router.lifecycle.recent import Record
 from simulations.checkers.wellness import Wellness
 from simulations.seen import Asked, Breach, Decided, Died, Done, Sent, request_of
 
@@ -55,7 +56,7 @@ class KnownStay:
         if not facts.chain.hashes:
             return
         homes = self._homes.setdefault(event.router, {})
-        if record.blind:
+        if record.blind and not record.store_calls:  # else only its claim's answer was lost: it went by the store
             known = (homes.get((facts.session, each)) for each in reversed(facts.chain.hashes))
             home = next((each for each in known if each is not None), None)
             if home is not None and (home.replica, home.incarnation) != (placed.replica, placed.incarnation):
@@ -85,7 +86,9 @@ class UnknownAlike:
 
     def _decided(self, _: float, event: Decided) -> None:
         record = event.record
-        if not record.blind or record.lineage.known is not None or record.placed.reason is Reason.STORED:
+        if not record.blind or record.store_calls:
+            return
+        if record.lineage.known is not None or record.placed.reason is Reason.STORED:
             return
         among = frozenset(cost.replica for cost in record.placed.candidates)
         name = (record.turn.session, among)
@@ -93,6 +96,11 @@ class UnknownAlike:
         if replica != record.placed.replica:
             told = f"turn {record.turn.id} of session {record.turn.session} went to {record.placed.replica}"
             raise Breach(self.rule, f"{told} by {event.router}, to {replica} by {router}, among {sorted(among)}")
+
+
+def _blindly(record: Record) -> bool:
+    """Whether the store was away at the decision; with only its claim unanswered, the decision was made by cost."""
+    return record.blind and record.placed.candidates[0].score is not None
 
 
 _LONGEST_S: Final = 5.0
