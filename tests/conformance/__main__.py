@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.conformance import cases
 from tests.conformance.adapters import ADAPTERS, Adapter, plain, roost
 from tests.conformance.case import CASES, Case, Failed, Verdict
-from tests.conformance.report import side_by_side, summary, table, write_json
+from tests.conformance.report import document, side_by_side, summary, table, write_json
 from tests.conformance.rig import Target
 from tests.conformance.runner import Result, discover, run
 
@@ -36,6 +36,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--session-header", default="", metavar="NAME", help="header by which it keeps sessions")
     parser.add_argument("--keyless", action="store_true", help="it keeps conversations that no header names")
     parser.add_argument("--metrics", action="store_true", help="it tells metrics at {admin_port}/metrics")
+    parser.add_argument("--document", type=Path, metavar="FILE", help="write the table of cases into that README")
     parser.add_argument("--list", action="store_true", help="list the cases")
     return parser
 
@@ -46,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=False)
     if given.side_by_side:
         sys.stdout.write(side_by_side(given.side_by_side))
+        return 0
+    if given.document:
+        document(given.document, cases.all_cases())
         return 0
     chosen = [case for case in cases.all_cases() if case.matches(given.only)]
     chosen = [case for case in chosen if not given.skip or not case.matches(given.skip)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tests.conformance.case import Verdict
+from tests.conformance.case import Case, Verdict
 from tests.conformance.runner import Result
 
 _COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NA: "dim"}
@@ -100,3 +101,31 @@ def _cell(verdicts: Sequence[str]) -> str:
 
 def _sum(summary: Mapping[str, int]) -> str:
     return " / ".join(str(summary[verdict.value]) for verdict in Verdict)
+
+
+_CASES = "## The cases"
+
+
+def document(readme: Path, cases: Sequence[Case]) -> None:
+    """Write the table of cases anew, below its heading, which is the last of that file."""
+    groups: dict[str, dict[str, list[Case]]] = {}
+    for case in cases:
+        groups.setdefault(case.subject, {}).setdefault(case.id.partition("[")[0], []).append(case)
+    rules = sum(len(named) for named in groups.values())
+    lines = [_CASES, "", f"{rules} rules, {len(cases)} cases with their dialects (`--document FILE` writes this part)."]
+    for subject, named in groups.items():
+        lines += ["", f"### {subject}", "", "| case | rule | source |", "|---|---|---|"]
+        for name, same in named.items():
+            dialects = f" ({len(same)} dialects)" if len(same) > 1 else ""
+            sources = ", ".join(_link(source) for source in same[0].sources)
+            lines.append(f"| `{name}`{dialects} | {same[0].rule} | {sources} |")
+    before = readme.read_text().partition(_CASES)[0]
+    readme.write_text(before + "\n".join(lines) + "\n")
+
+
+def _link(source: str) -> str:
+    if found := re.fullmatch(r"https://github\.com/[^/]+/([^/]+)/(?:issues|pull)/(\d+)", source):
+        return f"[{found[1]}#{found[2]}]({source})"
+    if found := re.fullmatch(r"https://www\.rfc-editor\.org/rfc/rfc(\d+)(?:#section-(.+))?", source):
+        return f"[RFC {found[1]}{f' §{found[2]}' if found[2] else ''}]({source})"
+    return f"[{source.split('/')[2]}]({source})" if source.startswith("https://") else source

@@ -71,7 +71,7 @@ async def sixteen_at_once(rig: Rig) -> None:
 
 @rule(
     "Memory that large bodies took is given back or used again: a second round of them costs little more.",
-    "https://github.com/vllm-project/production-stack/issues/687",
+    "Roost",
     limit_s=90,
 )
 async def memory_is_bounded(rig: Rig) -> None:
@@ -121,7 +121,7 @@ async def large_answer(rig: Rig) -> None:
 
 @rule(
     "An empty body, and one that is no JSON, are answered by a 4xx, by whom ever, and harm nobody.",
-    "https://github.com/vllm-project/production-stack/issues/998",
+    "Roost",
 )
 async def no_json(rig: Rig) -> None:
     stage = await rig.shared()

@@ -124,7 +124,7 @@ async def never_twice(rig: Rig) -> None:
 
 @rule(
     "When every replica refuses, the client gets an error within seconds, as JSON.",
-    "https://github.com/vllm-project/production-stack/issues/1091",
+    "Roost",
     each=DIALECTS,
 )
 async def all_refuse(rig: Rig, dialect: Dialect) -> None:
@@ -142,7 +142,7 @@ async def all_refuse(rig: Rig, dialect: Dialect) -> None:
 
 @rule(
     "A replica's own 400 passes to the client with its message and is not tried elsewhere.",
-    "https://github.com/sgl-project/sglang/issues/8500",
+    "Roost",
     each=DIALECTS,
 )
 async def bad_request_passes(rig: Rig, dialect: Dialect) -> None:
@@ -182,7 +182,6 @@ async def broken_before_head(rig: Rig) -> None:
 @rule(
     "Replicas that close idle connections cost no turn: 40 turns at about the moment of closing, no error, none twice.",
     "https://github.com/sgl-project/sglang/issues/20851",
-    "https://github.com/kserve/kserve/issues/5446",
     limit_s=75,
     waits=True,
 )

@@ -182,7 +182,7 @@ async def expect(rig: Rig) -> None:
 
 @rule(
     "16 KB of headers pass, as Codex sends them from many workspaces.",
-    "https://github.com/earendil-works/pi/issues/7161",
+    "Roost",
 )
 async def long_headers(rig: Rig) -> None:
     stage = await rig.shared()

@@ -71,7 +71,7 @@ async def remove(rig: Rig) -> None:
 
 @rule(
     "Sessions of a removed replica are spread over all others, not given to one of them.",
-    *_SHED,
+    "Roost",
     needs=[Can.SESSIONS, Can.REMOVE],
 )
 async def removed_are_spread(rig: Rig) -> None:

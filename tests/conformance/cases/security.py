@@ -61,7 +61,6 @@ async def keys_do_not_mix(rig: Rig) -> None:
 
 @rule(
     "Neither keys nor prompts nor answers nor session ids are written to the log.",
-    "https://github.com/sgl-project/sglang/issues/21571",
     "Roost",
 )
 async def log_is_silent(rig: Rig) -> None:

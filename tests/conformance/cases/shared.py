@@ -115,7 +115,7 @@ async def killed_router(rig: Rig) -> None:
 
 
 @rule(
-    "While its Redis accepts and answers nothing, a router serves and keeps known sessions in place; then too.",
+    "While its Redis accepts and answers nothing, a router serves and keeps known sessions in place; then and afterwards.",
     "https://github.com/BerriAI/litellm/pull/35273",
     needs=[Can.SESSIONS, Can.STORE],
     limit_s=60,
@@ -168,7 +168,7 @@ async def lost_redis(rig: Rig) -> None:
 
 @rule(
     "A Redis that is flushed while turns run costs no turn.",
-    "https://github.com/envoyproxy/ratelimit/issues/462",
+    "https://github.com/BerriAI/litellm/pull/35273",
     needs=[Can.SESSIONS, Can.STORE],
 )
 async def flushed_redis(rig: Rig) -> None:

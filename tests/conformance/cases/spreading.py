@@ -79,7 +79,7 @@ async def before_the_head(rig: Rig, dialect: Dialect) -> None:
 
 
 @rule(
-    "The same for answers that are not streamed.",
+    "A plain turn, too, counts as load before its answer: eight at once over four replicas go 2/2/2/2.",
     "https://github.com/sgl-project/sglang/pull/15473",
     needs=[Can.SESSIONS],
     each=DIALECTS,

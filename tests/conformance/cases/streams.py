@@ -13,10 +13,7 @@ from tests.conformance.replica import Script, Visit
 from tests.conformance.rig import Rig, Session, Stage
 
 _EVENTS_MAX = 10
-_DEATH = (
-    "https://github.com/dativo-io/talon/pull/254",
-    "https://github.com/NousResearch/hermes-agent/issues/106404",
-)
+_DEATH = ("https://github.com/dativo-io/talon/pull/254",)
 
 
 async def told(stage: Stage, session: Session, script: Script) -> tuple[Answer, int]:
@@ -36,7 +33,7 @@ async def _die(visit: Visit) -> None:
 
 @rule(
     "Each event is passed on when it comes: none waits for the next one.",
-    "https://github.com/sgl-project/sglang/issues/8500",
+    "Roost",
     each=DIALECTS,
 )
 async def at_once(rig: Rig, dialect: Dialect) -> None:
@@ -77,7 +74,7 @@ async def at_once(rig: Rig, dialect: Dialect) -> None:
 
 @rule(
     "Events that were apart are not merged: the times between them are kept.",
-    "https://github.com/vllm-project/production-stack/issues/836",
+    "Roost",
 )
 async def pace(rig: Rig) -> None:
     stage = await rig.shared()
@@ -222,7 +219,7 @@ async def long_prefill(rig: Rig) -> None:
 
 
 @rule(
-    "The same for an answer that is not streamed.",
+    "Half a minute of silence before a plain answer is no error and no reason to ask again.",
     "https://github.com/sgl-project/sglang/pull/11775",
     limit_s=75,
     waits=True,
@@ -263,7 +260,7 @@ async def long_pause(rig: Rig) -> None:
 
 @rule(
     "A client that reads slowly slows its replica: the router does not keep the rest of the stream in memory.",
-    "https://github.com/vllm-project/production-stack/issues/687",
+    "Roost",
     limit_s=60,
 )
 async def slow_reader(rig: Rig) -> None:
