@@ -15,7 +15,7 @@ STAMP  := $(VENV)/.installed
 export UV_PYTHON_DOWNLOADS = never
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format lint types layers lock redis-server test-harness test-sglang bench soak sim-fuzz
+.PHONY: conformance conformance-peers help install demo test check format lint types layers lock redis-server test-harness test-sglang bench soak sim-fuzz
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,24 @@ test-harness: install ## Real coding-agent CLIs through Roost (needs ../shared/h
 test-sglang: install ## Real SGLang servers on the CPU behind Roost (needs ../shared/sglang-cpu).
 	@test -d $(SHARED)/sglang-cpu || { echo "make test-sglang: $(SHARED)/sglang-cpu is not there; it brings SGLang for the CPU. Set SHARED=DIR if it lies elsewhere." >&2; exit 2; }
 	ROOST_SHARED=$(abspath $(SHARED)) $(PY) -m pytest tests/sglang -m sglang $(PYTEST_ARGS)
+
+conformance: install redis-server ## Rules for routers, tried on Roost (CONFORMANCE_ARGS="--only streams --json FILE").
+	$(PY) -m tests.conformance $(CONFORMANCE_ARGS)
+
+# Other routers, each in an environment of its own, in the versions whose configuration was read.
+PEERS_DIR ?= $(HOME)/.cache/roost-peers
+PEERS     := sglang-router==0.3.2 smg==1.13.0 vllm-router==0.1.17
+conformance-peers: install redis-server ## The same for sglang-router, SMG and vllm-router beside it (from PyPI, into PEERS_DIR).
+	@mkdir -p $(PEERS_DIR)
+	@for spec in $(PEERS); do name=$${spec%%==*}; \
+	  test -x $(PEERS_DIR)/$$name/bin/python || $(PY) -m venv $(PEERS_DIR)/$$name || exit 1; \
+	  $(PEERS_DIR)/$$name/bin/python -m pip install --quiet --disable-pip-version-check $$spec || exit 1; \
+	done
+	@for name in roost sglang-router smg vllm-router; do \
+	  PEERS_DIR=$(PEERS_DIR) $(PY) -m tests.conformance --adapter $$name --json $(PEERS_DIR)/$$name.json || [ $$? = 1 ] || exit 1; \
+	done
+	$(PY) -m tests.conformance --side-by-side $(foreach n,roost sglang-router smg vllm-router,$(PEERS_DIR)/$(n).json) > $(PEERS_DIR)/side-by-side.md
+	@echo "$(PEERS_DIR)/side-by-side.md"
 
 bench: install ## What placing a turn costs here: identify, decide, store round trips.
 	$(PY) -m tests.bench.placement
