@@ -249,7 +249,8 @@ class BurstsSpread:
         found = self._bursts.get(turn.session)
         if found is None:
             totals = [cost.total_s for cost in placed.candidates]
-            unequal = record.blind or bool(self._bursts) or max(totals) - min(totals) > _ALIKE_S
+            holds = {cost.residency for cost in placed.candidates}  # who holds the context is cheaper for each of them
+            unequal = record.blind or bool(self._bursts) or len(holds) > 1 or max(totals) - min(totals) > _ALIKE_S
             found = _Burst(at_s, len(totals), turn.prompt_tokens, Counter(), unequal)
             self._bursts[turn.session] = found
         found.counts[placed.replica] += 1

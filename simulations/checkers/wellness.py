@@ -19,8 +19,8 @@ from simulations.seen import (
 __all__ = ["Wellness"]
 
 _FAR_BACK_S: Final = -1e9
-_LONG_S: Final = 60.0
-"""A sign of illness excuses a router this long: what is ejected comes back on probation."""
+_LONG_S: Final = 150.0
+"""A sign of illness excuses a router this long: out for a minute at most, on probation for another, and some grace."""
 _FAILED: Final = frozenset({"upstream_unreachable", "upstream_broken", "upstream_timeout"})
 
 
