@@ -21,6 +21,8 @@ __all__ = ["Wellness"]
 _FAR_BACK_S: Final = -1e9
 _LONG_S: Final = 150.0
 """A sign of illness excuses a router this long: out for a minute at most, on probation for another, and some grace."""
+_NEWS_S: Final = 60.0
+"""Nor need it know yet what was recorded of a replica this lately."""
 _FAILED: Final = frozenset({"upstream_unreachable", "upstream_broken", "upstream_timeout"})
 
 
@@ -110,7 +112,7 @@ class Wellness:
         return (
             at_s - max(ill_s, anybody_s) > _LONG_S
             and at_s - self._any_well_at_s.get(url, _FAR_BACK_S) < _LONG_S
-            and at_s - self._changed_at_s.get(replica, _FAR_BACK_S) > _LONG_S
+            and at_s - self._changed_at_s.get(replica, _FAR_BACK_S) > _NEWS_S
             and self._lives.get(url) == incarnation
             and self._standing.get(replica, (Standing.SERVING, 0.0, None))[0] is not Standing.DRAINING
         )

@@ -232,7 +232,7 @@ def _never_for_load(stale: Callable[..., str | None]) -> Callable[..., str | Non
     return patched
 
 
-def test_an_end_that_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each start has its one end."""
-    monkeypatch.setattr(settling, "TurnFinished", lambda **_: None)
+def test_a_beginning_that_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end has its start."""
+    monkeypatch.setattr(placing, "TurnStarted", lambda *_: None)
     assert rule(CALM) == "one story each"
