@@ -63,7 +63,7 @@ def occupancy(fleet: Fleet, tuning: Tuning) -> Occupancy:
         if replica.standing is Standing.CORDONED and replica.healthy:
             continue
         live += live_now(replica.load, fleet.now_s, tuning.live_half_life_s)
-        if replica.standing is Standing.SERVING and replica.healthy:
+        if replica.standing is Standing.SERVING and replica.healthy and not replica.ejected:
             room += replica.capacity.device_tokens + replica.capacity.host_tokens
     return Occupancy(live, room)
 

@@ -162,6 +162,12 @@ def test_branches_of_a_replica_that_goes_ask_for_room_and_those_of_a_cordoned_on
 # --- what a branch counts ---------------------------------------------------------------------------------------------
 
 
+def test_a_replica_that_is_out_offers_no_room_and_its_branches_ask_for_some() -> None:
+    room = living(0).capacity.device_tokens
+    seen = occupancy(fleet(living(100_000), replace(living(50_000, 1), ejected=True)), TUNING)
+    assert seen == Occupancy(150_000, room + living(0).capacity.host_tokens)
+
+
 @given(agents=st.integers(1, 8), head=st.integers(0, 30_000), own=st.integers(1, 10_000))
 def test_subagents_at_one_replica_count_what_they_share_once(agents: int, head: int, own: int) -> None:
     """Each begins with the head that the one before it brought."""
