@@ -23,6 +23,16 @@ PATIENCE_S = 20.0
 """Far beyond what any step takes that is not made to wait."""
 MARK = re.compile(rb"mark-[0-9a-f]{12}")
 
+_NOT_SGLANG = frozenset({"/loads", "/load", "/v1/chat/completions/render", "/v1/completions/render"})
+"""What some routers ask of other engines. They must hear that it is not there."""
+
+_SECTIONS: dict[str, Any] = {
+    "memory": {"weight_gb": 1.0, "kv_cache_gb": 1.0, "graph_gb": 0.0, "token_capacity": 750_000},
+    "queues": {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
+    "disaggregation": {"mode": "null"},
+}
+"""What `/v1/loads?include=…` adds to each rank."""
+
 Headers = list[tuple[bytes, bytes]]
 Health = Literal["good", "bad", "silent"]
 
@@ -128,8 +138,10 @@ class Visit:
     async def reply(self) -> None:
         """What the engine would say."""
         dialect = self.seen.dialect
-        if "tokenize" in self.seen.path:
+        if self.seen.path.endswith("/tokenize"):
             await self.answer(body=_tokenized(self.seen.body))
+        elif self.seen.path in _NOT_SGLANG:
+            await self.answer(404, b'{"detail":"Not Found"}')
         elif dialect is None:
             await self.answer(body=json.dumps({"path": self.seen.target, "life": self.replica.life}).encode())
         elif self.seen.stream:
@@ -234,7 +246,8 @@ class Replica:
 
     def saw(self, mark: bytes) -> int:
         """How often it was asked for the turn that carries this mark; to count its tokens is not to be asked for it."""
-        return sum(seen.mark == mark and "tokenize" not in seen.path for seen in self.seen)
+        counting = "/v1/messages/count_tokens"
+        return sum(seen.mark == mark and (seen.dialect is not None or seen.path == counting) for seen in self.seen)
 
     def reset(self) -> None:
         """Well again, and nothing seen."""
@@ -315,7 +328,7 @@ class Replica:
         if path in ("/health", "/ready", "/health_generate", "/readyz", "/liveness", "/healthz"):
             return {"good": 200, "bad": 503, "silent": 0}[self.health], b""
         if path == "/metrics":
-            return 200, b'# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{model_name="m"} 0.0\n'
+            return 200, self._metrics()
         load = self._load()
         info: dict[str, Any] = {
             "version": "0.5.23",
@@ -342,7 +355,13 @@ class Replica:
         about = {"model_path": MODEL, "tokenizer_path": MODEL, "served_model_name": MODEL, "is_generation": True}
         old = {"dp_rank": 0, "num_reqs": load["num_running_reqs"], "num_waiting_reqs": 0, "num_tokens": 0}
         answers: dict[str, Any] = {
-            "/v1/loads": {"timestamp": 1795967097.0, "version": "0.5.23", "dp_rank_count": 1, "loads": [load]},
+            "/v1/loads": {
+                "timestamp": "2026-11-29T12:00:00",
+                "version": "0.5.23",
+                "accelerator": None,
+                "num_accelerators": 4,
+                "loads": [{"timestamp": 1795967097.0, **load, **_SECTIONS}],
+            },
             "/v1/models": {"object": "list", "data": [{**model, "max_model_len": 262144}]},
             "/model_info": about,
             "/get_model_info": about,
@@ -353,6 +372,24 @@ class Replica:
         }
         return (200, json.dumps(answers[path]).encode()) if path in answers else None
 
+    def _metrics(self) -> bytes:
+        """The load as SGLang's gauges, which some routers read instead."""
+        load = self._load()
+        told = {
+            "num_running_reqs": load["num_running_reqs"],
+            "num_queue_reqs": load["num_waiting_reqs"],
+            "num_used_tokens": load["num_used_tokens"],
+            "max_total_num_tokens": load["max_total_num_tokens"],
+            "token_usage": load["token_usage"],
+            "gen_throughput": load["gen_throughput"],
+            "cache_hit_rate": load["cache_hit_rate"],
+        }
+        lines = (
+            f'# TYPE sglang:{name} gauge\nsglang:{name}{{engine_type="unified",model_name="{MODEL}"}} {value:.1f}\n'
+            for name, value in told.items()
+        )
+        return "".join(lines).encode()
+
     def _load(self) -> dict[str, float]:
         return {
             "dp_rank": 0,
@@ -361,6 +398,8 @@ class Replica:
             "num_waiting_uncached_tokens": 0,
             "num_used_tokens": 0,
             "num_total_tokens": 0,
+            "num_active_tokens": 0,
+            "num_prealloc_ready_tokens": 0,
             "num_total_reqs": 0 if self.frozen else self.running,
             "max_total_num_tokens": self.device_tokens,
             "max_running_requests": 64,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.conformance.adapters import Members
-from tests.conformance.case import Can, check
+from tests.conformance.case import Can, Failed, check
 from tests.conformance.case import case as rule
 from tests.conformance.dialects import TERMINAL, Dialect
 from tests.conformance.replica import Gate
@@ -107,7 +107,16 @@ async def comes_back(rig: Rig) -> None:
     for session in stage.sessions(3):
         await session.turn()
     check(len(replica.turns) == before, "a removed replica got a turn")
-    await members(stage).add(stage.router, replica.url)
+
+    async def added() -> bool:
+        await asyncio.sleep(0.5)
+        try:
+            await members(stage).add(stage.router, replica.url)
+        except Failed:  # it may still be leaving
+            return False
+        return True
+
+    await until(added, 20.0, "a replica that was removed cannot be added again")
 
     async def used() -> bool:
         await asyncio.sleep(0.3)
