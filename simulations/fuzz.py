@@ -14,7 +14,7 @@ from typing import Final
 import typer
 
 from simulations.simulate import Report, simulate
-from simulations.simulate_told import Asked, broken, quiet
+from simulations.simulate_told import Asked, broken, collect_rarely, quiet
 
 __all__ = ["fuzz"]
 
@@ -32,7 +32,7 @@ def fuzz(asked: Asked, *, seconds: float, first_seed: int, shrink: int) -> int:
     happened: Counter[str] = Counter()
     room = threading.Semaphore(2 * (os.cpu_count() or 1))
     work = ((asked, seed) for seed in _seeds(first_seed))
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), quiet, maxtasksperchild=_RECYCLED) as pool:
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begun, maxtasksperchild=_RECYCLED) as pool:
         for report in pool.imap_unordered(_played, _until(work, room, until)):
             room.release()
             if report.failure is not None:
@@ -50,6 +50,12 @@ def fuzz(asked: Asked, *, seconds: float, first_seed: int, shrink: int) -> int:
     typer.echo(f"{count} seeds held: {turns} turns, {events} events, {sum(happened.values())} faults")
     typer.echo("  " + ", ".join(f"{name} {number}" for name, number in sorted(happened.items())))
     return 0
+
+
+def _begun() -> None:
+    """What each process does first."""
+    quiet()
+    collect_rarely()
 
 
 def _seeds(first: int) -> Iterator[int]:

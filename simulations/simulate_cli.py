@@ -46,6 +46,7 @@ def simulate(
         raise typer.BadParameter(str(error), param_hint="--faults or --drop") from None
     if not verbose:
         told.quiet()
+    told.collect_rarely()
     asked = told.Asked(kinds, replicas, routers, turns, dropped)
     if fuzz_s is not None:
         raise typer.Exit(fuzz(asked, seconds=fuzz_s, first_seed=seed, shrink=shrink))
