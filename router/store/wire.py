@@ -33,9 +33,14 @@ CONNECT_TIMEOUT_S = 1.0
 STALL_S = 2.0
 """Silence after which a connection is given up, since its server may be gone without a word."""
 
+GRACE_S = 0.005
+"""What a call gets beyond its time, for the loop to read what has come. Time may have passed because the loop was held
+up, on a busy core or by a large body, and not because the server was silent; uvloop then runs its timers before it
+reads, and counts the time of a call from the beginning of the loop's turn in which it is sent.
+"""
+
 REDIAL_S = 0.05
 """After a connection could not be made, calls fail at once for so long: a server that refuses is not hammered."""
-
 
 _DEMOTED = ("READONLY", "MASTERDOWN")
 
@@ -202,6 +207,8 @@ class _Link(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at_s = math.inf
         self._overdue = False
+        self._looked_at_s = -math.inf
+        """When calls were last checked."""
         self._transport: asyncio.Transport | None = None
 
     @property
@@ -217,7 +224,7 @@ class _Link(asyncio.Protocol):
         self._waiting.append((due, future))
         self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # its stub says: one item
         if due < self._wakes_at_s:
-            self._wake_at(due)
+            self._wake_at(max(due, self._looked_at_s + GRACE_S))
         return future
 
     def drop(self, why: str) -> None:
@@ -262,21 +269,25 @@ class _Link(asyncio.Protocol):
             self.gone.set_result(None)
 
     def _check(self) -> None:
-        """Fail those whose time is up; look again when the next one's is."""
-        now = self._loop.time()
+        """Fail those whose time was up at the last look already; look again when the next one's is.
+
+        Looks are `GRACE_S` apart, so that the loop has read in between.
+        """
+        now, looked_at_s = self._loop.time(), self._looked_at_s
+        self._looked_at_s = now
         wake_at_s = math.inf
         for due, future in self._waiting:  # not always in order: a call's second command has the first one's time
-            if due > now:
-                wake_at_s = min(due, wake_at_s)
+            if due > looked_at_s:
+                wake_at_s = min(max(due, now + GRACE_S), wake_at_s)
             elif not future.done():
                 future.set_exception(self._unavailable("no answer in time"))
         if self._waiting:
             first = self._waiting[0][0]
-            self._overdue = first <= now
-            if first + STALL_S <= now:
+            self._overdue = first <= looked_at_s
+            if first + STALL_S <= looked_at_s:
                 self.drop("does not answer")
                 return
-            wake_at_s = min(wake_at_s, first + STALL_S)
+            wake_at_s = min(wake_at_s, max(first + STALL_S, now + GRACE_S))
         self._wake_at(wake_at_s)
 
     def _wake_at(self, time_s: float) -> None:

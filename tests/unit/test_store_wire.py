@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from unittest.mock import patch
 
 import pytest
 
 from router.domain.errors import StoreUnavailable
+from router.store import wire as module
 from router.store.address import Address
 from router.store.wire import REDIAL_S, Wire, fixed
+from tests.integration.relay_rig import on_both_loops
 
 SHORT_S = 0.02
 LONG_S = 30.0
@@ -152,3 +158,58 @@ async def test_a_server_that_repeats_what_it_was_told_gives_no_password_away() -
         )
         with pytest.raises(StoreUnavailable, match=r"cannot connect to .*'user' '\*\*\*'"):
             await wire.call(("GET", "a"), due(LONG_S))
+
+
+class Busy(asyncio.Protocol):
+    """Whatever comes keeps the loop from everything else, as a large body does while it is read."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def data_received(self, data: bytes) -> None:
+        self._work()
+
+
+@on_both_loops
+async def test_an_answer_that_lies_there_unread_is_no_silence() -> None:
+    """The loop was held up for longer than the call may take, and uvloop runs its timers before it reads: the answer
+    counts, the store is not said to be silent, and the connection stays though the pause outlasted a stall.
+    """
+    heard, held, said = threading.Event(), threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, patch.object(module, "STALL_S", 0.1):
+
+        def answer() -> None:
+            talk, _ = listener.accept()
+            with talk:
+                talk.recv(65536)
+                heard.set()
+                held.wait()
+                talk.sendall(b"+one\r\n")
+                said.set()
+                talk.recv(65536)
+                talk.sendall(b"+two\r\n")
+                talk.recv(65536)
+
+        def work() -> None:
+            held.set()
+            said.wait()
+            time.sleep(0.8)
+
+        server = threading.Thread(target=answer)
+        server.start()
+        near, far = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_connection(lambda: Busy(work), sock=near)
+        wire = Wire("here", fixed(Address.parsed(f"redis://127.0.0.1:{listener.getsockname()[1]}")))
+        try:
+            call = asyncio.create_task(wire.call(("GET", "a"), due(0.5)))
+            await asyncio.to_thread(heard.wait)
+            far.send(b"x")
+            assert await call == b"one"
+            assert wire.answers
+            assert await wire.call(("GET", "b"), due(LONG_S)) == b"two"
+        finally:
+            held.set()
+            await wire.close()
+            transport.close()
+            far.close()
+            server.join()
