@@ -41,6 +41,13 @@ CELL_BYTES: Final = 512
 """A raw prompt's grid: two prompts that part less than this before their end may count as one (0.5 ms for 400 KB)."""
 TOKEN_BYTES: Final = 4
 """Text bytes that one token id stands for, where a prompt comes as ids."""
+MEDIA: Final = frozenset(
+    {"audio_url", "document", "file", "image", "image_url", "input_audio", "input_file", "input_image", "video_url"}
+)
+"""Types of content blocks that are no text, in the three dialects of messages."""
+MEDIA_BYTES: Final = 8_000
+"""Text bytes that a larger block of media stands for: 2,000 tokens, as a vision model makes of a picture, however many
+bytes it has. By its bytes a picture of 4 MB would be a prompt of a million tokens that no replica has room for."""
 
 
 def seed(tenant: str, model: str, tools: bytes) -> bytes:
@@ -158,7 +165,10 @@ def _blocks(blocks: list[Any]) -> list[bytes]:
                     parts.append(_text(text))
                 continue
             nested = block.pop("content", None) if "content" in block else None
-            parts.append(_encode(dict(sorted(_seen(block).items()))))
+            told = _encode(dict(sorted(_seen(block).items())))
+            kind = block.get("type")
+            media = len(told) > MEDIA_BYTES and isinstance(kind, str) and kind in MEDIA
+            parts.append(xxh3_128_digest(told).ljust(MEDIA_BYTES, b"\0") if media else told)
             parts += _content(nested)
         elif block:
             parts.append(_text(block) if isinstance(block, str) else _encode(block))

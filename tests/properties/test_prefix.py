@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.domain.session import Boundary
 from router.domain.turn import Dialect
 from router.placement.identity import Identity, Rules
-from router.placement.prefix import CELL_BYTES, Canon, chain_messages, chain_text, chain_token_ids, seed
+from router.placement.prefix import CELL_BYTES, MEDIA_BYTES, Canon, chain_messages, chain_text, chain_token_ids, seed
 
 Message = dict[str, Any]
 DIALECTS = (Dialect.CHAT, Dialect.MESSAGES, Dialect.RESPONSES)
@@ -256,3 +256,15 @@ def test_a_short_text_has_one_boundary() -> None:
         assert len(chain_text(b"s", text_of(size))) == 1
     assert chain_text(b"s", b"a")[0] != chain_text(b"s", b"b")[0]
     assert isinstance(chain_text(b"s", b"")[0], Boundary)
+
+
+def test_media_count_as_what_a_model_makes_of_them_and_are_told_apart() -> None:
+    def chain(data: str) -> Any:
+        source = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        raw = json.dumps({"role": "user", "content": [source, {"type": "text", "text": "what is it?"}]}).encode()
+        return chain_messages(seed("t", "m", b""), 0, [raw], Canon())
+
+    one, same, other = chain("a" * 4_000_000), chain("a" * 4_000_000), chain("a" * 3_999_999 + "b")
+    assert one == same
+    assert one.hashes != other.hashes
+    assert MEDIA_BYTES <= one.sizes[-1] < 2 * MEDIA_BYTES
