@@ -55,7 +55,7 @@ class Limits:
     """How long the head of a stream waits for a refusal inside it; see `opening`. 0: not at all."""
     keepalive_s: float = 0.0
     """Silence of a stream that is filled with a comment; see `heartbeat`. 0: none."""
-    tips_kept: int = 10
+    tips_kept: int = 7
     branch_ttl_s: float = 21_600.0
     queue_max: int = 256
     """New sessions that may wait for room in one fleet; see `waiting`."""

@@ -176,9 +176,9 @@ class Store(Group):
         "15,050 s in recorded coding sessions, and 6 h is beyond it.",
     )
     boundaries_kept: Count = Field(
-        10,
-        description="Prompt ends remembered per branch (count), by which a later turn finds it. 10: a harness that "
-        "rewinds or retries goes back a few turns, older ends thin out, and a session stays below 2 KB of Valkey.",
+        7,
+        description="Prompt ends remembered per branch (count), by which a later turn finds it. 7: a harness that "
+        "rewinds or retries goes back a few turns, older ends thin out, and a session takes about 2 KB of Redis.",
     )
 
     @model_validator(mode="before")

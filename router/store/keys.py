@@ -20,8 +20,9 @@ only what stands between them, so all keys of a fleet share one slot and one scr
 | `<base>r:<id>`      | string | stored response: packed `Binding` of its replica         | `branch_ttl_s` of settle   |
 
 Hashes of boundaries are their 16 raw bytes, and ids of branches and sessions that are hexadecimal are halved likewise
-(`router.store.codec.pack_id`): a live session is mostly boundary keys. With one branch, two residues and ten boundaries
-it takes 1.9 KB in Valkey 9.1 and 2.7 KB in Redis 7.0; six boundaries more take 0.9 and 1.5 KB.
+(`router.store.codec.pack_id`): a live session is mostly boundary keys. With one branch, two residues and seven
+boundaries it takes 1.5 KB in Valkey 9.1 and 2.1 KB in Redis 7.0; every boundary more takes 0.17 and 0.2 KB
+(`python -m tests.bench.state`).
 
 Scripts get every key that the caller can know as KEYS, `<base>load` always first. They derive, under the same hash tag,
 what only the store knows: the branch of a boundary or lease, the boundaries that a branch gives up.

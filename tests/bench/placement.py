@@ -92,7 +92,7 @@ def claim_for(facts: Facts, lineage: Lineage, replica: str, number: int) -> Clai
     return Claim(
         lease=f"lease-{number}", replica=replica, incarnation="life", prefill_tokens=0, locked_tokens=100_000,
         branch=lineage.branch, session=lineage.session, version=known.version if known is not None else None,
-        home=Binding(replica, "life"), tip=lineage.tip, tips=kept_tips(lineage, 10), weight=1.0,
+        home=Binding(replica, "life"), tip=lineage.tip, tips=kept_tips(lineage, 7), weight=1.0,
         text_bytes=lineage.tip.text_bytes if lineage.tip is not None else 0, crowd_half_life_s=300.0,
         head=head_of(facts),
     )  # fmt: skip
