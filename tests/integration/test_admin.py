@@ -209,6 +209,35 @@ async def test_a_replica_that_says_it_is_not_ready_gets_no_turns_until_it_is() -
         assert fleet[0].id in {(await roost.turn(Conversation(f"b {n}"))).replica for n in range(4)}
 
 
+async def test_a_stream_outlives_that_its_replica_is_no_longer_ready() -> None:
+    """It may be about to stop, or reload its weights: what runs there is its own to finish."""
+    go_on, begun = asyncio.Event(), asyncio.Event()
+
+    async def slow(visit: Visit) -> None:
+        first, *rest = events(visit.seen.dialect, "r", 1)
+        await visit.begin()
+        await visit.chunk(first)
+        begun.set()
+        await go_on.wait()
+        for event in rest:
+            await visit.chunk(event)
+        await visit.end()
+
+    async with replicas(2, script=slow) as fleet, running(settings_for(fleet), fleet) as roost:
+        turn = asyncio.create_task(roost.turn(Conversation("long")))
+        await begun.wait()
+        home = next(each for each in fleet if each.running)
+        home.ready = False
+
+        async def noticed() -> bool:
+            return not (await roost.replicas())[home.id]["healthy"]
+
+        await roost.until(noticed)
+        go_on.set()
+        answer = await turn
+        assert (answer.replica, answer.body.endswith(b"data: [DONE]\n\n")) == (home.id, True)
+
+
 async def test_the_admin_api_says_what_is_wrong() -> None:
     """Wrong bodies, ids, paths and fleets: a status and one sentence, and nothing is changed."""
     async with replicas(1) as fleet:

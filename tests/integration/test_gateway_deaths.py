@@ -63,6 +63,31 @@ async def test_a_stream_that_breaks_ends_in_an_error_of_its_dialect(dialect: Dia
         assert (await roost.turn(asked)).status == 200
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_after_a_death_in_the_middle_the_next_turn_finds_another_home(dialect: Dialect) -> None:
+    """The replica that broke the stream is gone: the branch moves once, and stays where it was served."""
+
+    async def dying(visit: Visit) -> None:
+        await visit.begin()
+        for event in events(dialect, "resp_x", 10, ["a", "b", "c"])[:3]:
+            await visit.chunk(event)
+        visit.reset()
+
+    async with replicas(2) as fleet, running(settings_for(fleet), fleet) as roost:
+        asked = Conversation("bereft", dialect)
+        first = await roost.turn(asked)
+        home = next(each for each in fleet if each.id == first.replica)
+        home.script = dying
+        asked.grow()
+        broken = await roost.watch(asked)
+        assert (broken.status, broken.complete) == (200, False)
+        await home.stop()
+        again = await roost.turn(asked)
+        assert (again.replica != home.id, again.reason) == (True, "home_gone")
+        asked.grow()
+        assert (await roost.turn(asked)).replica == again.replica
+
+
 async def healthy(visit: Visit) -> None:
     await visit.reply()
 

@@ -16,12 +16,13 @@ from router.domain.errors import StoreUnavailable
 from router.ports import Acquired, Ask, View
 from router.store.keys import FleetKeys
 from router.store.redis import RedisStore
-from tests.contracts.groups import Node, cluster, sentinels, until
+from tests.contracts.groups import Node, cluster, group, sentinels, until
 from tests.contracts.servers import KINDS
 from tests.contracts.worlds import FLEET, boundary, claim
 from tests.integration.conversations import Conversation
 from tests.integration.replicas import replicas
 from tests.integration.roosts import Roost, running, settings_for, shared_store
+from tests.soak.proxy import FaultProxy
 
 KEYS = FleetKeys("roost", FLEET)
 TIMEOUT_S = 0.05
@@ -186,3 +187,56 @@ async def test_turns_go_on_at_home_while_the_stores_master_dies(topology: str) -
                     homes[each.name].add(answer.replica)
                     assert answer.reason == "home"
             assert {len(home) for home in homes.values()} == {1}
+
+
+async def test_turns_go_on_at_home_while_the_stores_address_moves() -> None:
+    """A managed failover: the master dies, its standby is promoted, and the same address leads there. Two routers talk
+    all the while; one that starts later finds all sessions at home.
+    """
+    with group("redis") as servers:
+        master = servers.start()
+        standby = servers.start("--replicaof", f"127.0.0.1 {master.port}")
+        address = FaultProxy(("127.0.0.1", master.port))
+        await address.start()
+        try:
+            async with replicas(3) as fleet:
+                settings = settings_for(fleet, shared_store(f"redis://127.0.0.1:{address.port}", timeout_s=0.5))
+                talks = [Conversation(f"moves {n}", header=("x-session-id", f"m{n}")) for n in range(8)]
+                homes: dict[str, set[str]] = {each.name: set() for each in talks}
+
+                async def speak(roost: Roost) -> None:
+                    for each in talks:
+                        answer = await roost.turn(each)
+                        homes[each.name].add(answer.replica)
+                        each.grow()
+
+                async def up(roost: Roost, wanted: float) -> None:
+                    async def so() -> bool:
+                        return f"roost_store_up {wanted}" in await roost.metrics()
+
+                    await roost.until(so)
+
+                async with running(settings, fleet) as one, running(settings, fleet) as other:
+                    await speak(one)
+                    await asyncio.to_thread(until, lambda: master.say("WAIT", 1, 1000), "it replicates")
+                    master.kill()
+                    await asyncio.gather(up(one, 0.0), up(other, 0.0))
+                    await speak(one)
+                    standby.say("REPLICAOF", "NO", "ONE")
+                    address.target = ("127.0.0.1", standby.port)
+                    address.reset()
+                    await asyncio.gather(up(one, 1.0), up(other, 1.0))
+
+                    async def written() -> bool:
+                        asked = talks[-1]
+                        answer = await other.turn(asked)
+                        return answer.replica in homes[asked.name] and answer.reason == "home"
+
+                    await other.until(written)
+                    await speak(other)
+                async with running(settings, fleet) as later:
+                    await speak(later)
+                    assert {each["reason"] for each in await later.decisions()} == {"home"}
+                assert {len(home) for home in homes.values()} == {1}
+        finally:
+            await address.stop()

@@ -18,10 +18,14 @@ import redis.asyncio
 
 from router.store import codec
 from router.store.keys import SCHEMA, FleetKeys
+from tests.contracts.groups import free_port
 from tests.contracts.servers import serving_at
 from tests.integration.conversations import Conversation
 from tests.integration.replicas import PATIENCE_S, Gate, Replica, replicas
 from tests.integration.roosts import Answer, Roost, running, settings_for, shared_store
+from tests.integration.supervised import command
+from tests.integration.supervised import settings_for as yaml_for
+from tests.soak.proxy import FaultProxy, Mode
 
 TIMEOUT_S = 0.5
 """Ten times the default: a busy machine is no store that is away."""
@@ -349,3 +353,43 @@ async def test_a_router_that_starts_without_the_store_says_so_once_and_serves(se
         assert len(lines.said) == 2, lines.said
         answer = await next_turn(one, conversation)
         assert (answer.replica, answer.reason) == (home, "home")
+
+
+async def test_a_slow_store_is_left_until_it_is_quick_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It answers, each time too late: as one that is away, though nothing is refused and no connection breaks."""
+    port = free_port()
+    slow = FaultProxy(("127.0.0.1", port))
+    await slow.start()
+    try:
+        with serving_at("redis", tmp_path_factory.mktemp("s") / "s", "--port", str(port)):
+            async with replicas(3) as fleet:
+                store = shared_store(f"redis://127.0.0.1:{slow.port}", timeout_s=TIMEOUT_S)
+                async with running(settings_for(fleet, store), fleet) as roost:
+                    known = conversations("known", 4)
+                    homes = {each.name: (await roost.turn(each)).replica for each in known}
+                    slow.become(Mode.SLOW, TIMEOUT_S)  # each way
+                    await until_up(False, roost)
+                    for each in known:
+                        answer = await next_turn(roost, each)
+                        assert (answer.replica, answer.reason) == (homes[each.name], "home")
+                    assert all(each["blind"] for each in await roost.decisions(len(known)))
+                    slow.become(Mode.PASS)
+                    await until_up(True, roost)
+                    for each in known:
+                        answer = await next_turn(roost, each)
+                        assert (answer.replica, answer.reason) == (homes[each.name], "home")
+                    assert not any(each["blind"] for each in await roost.decisions(len(known)))
+    finally:
+        await slow.stop()
+
+
+async def test_a_router_does_not_start_on_another_versions_keys(server: Server, tmp_path: Path) -> None:
+    """It says whose they are and what to do, and touches nothing."""
+    await server.do("SET", "roost:schema", "9")
+    given = yaml_for([], workers=1, listen={"port": 0}, store={"url": server.url})
+    async with command(tmp_path, given) as roost:
+        assert await roost.exit_code() != 0
+        said = await roost.log.end()
+    assert "roost:schema says schema b'9'" in said
+    assert "Traceback" not in said
+    assert await server.do("KEYS", "*") == [b"roost:schema"]
