@@ -30,7 +30,7 @@ def fuzz(asked: Asked, *, seconds: float, first_seed: int, shrink: int) -> int:
     began, told = time.monotonic(), time.monotonic()
     count, turns, events = 0, 0, 0
     happened: Counter[str] = Counter()
-    room = threading.Semaphore(2 * (os.cpu_count() or 1))
+    room = threading.Semaphore(os.cpu_count() or 1)
     work = ((asked, seed) for seed in _seeds(first_seed))
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begun, maxtasksperchild=_RECYCLED) as pool:
         for report in pool.imap_unordered(_played, _until(work, room, until)):
