@@ -110,7 +110,7 @@ class FaultProxy:
                 writer.write(data)
                 await writer.drain()
             await self._passing.wait()
-            if writer.can_write_eof():
+            if writer.can_write_eof() and not writer.is_closing():
                 writer.write_eof()
         except OSError:
             link.reset()
