@@ -20,8 +20,8 @@ __all__ = ["KnownStay", "PlacedSoon", "UnknownAlike"]
 
 @dataclass
 class KnownStay:
-    """Placed without the store, a turn whose prompt goes on from one that this router has placed goes where that one's
-    branch lived, if that replica is well.
+    """Placed without the store, a turn whose prompt goes on from a branch's newest that this router has placed goes
+    where that branch lived, if that replica is well. (Further back a router need not remember.)
     """
 
     wellness: Wellness
@@ -29,6 +29,8 @@ class KnownStay:
     source: str = "placement.md, Shared state"
     _homes: dict[str, dict[tuple[str | None, str], Binding]] = field(default_factory=dict)
     """By router, then by session and prompt end."""
+    _newest: dict[tuple[str, str], tuple[str | None, str]] = field(default_factory=dict)
+    """By router and branch: its entry in `_homes`."""
     _asking: dict[str, Facts] = field(default_factory=dict)
     _sent: dict[str, list[str]] = field(default_factory=dict)
 
@@ -67,7 +69,12 @@ class KnownStay:
                     raise Breach(
                         self.rule, f"{told} without the store, though its branch lived at {home}, which is well"
                     )
-        homes[facts.session, facts.chain.hashes[-1]] = placed.binding
+        name = (facts.session, facts.chain.hashes[-1])
+        before = self._newest.get((event.router, record.lineage.branch))
+        if before is not None:
+            homes.pop(before, None)
+        self._newest[event.router, record.lineage.branch] = name
+        homes[name] = placed.binding
 
 
 @dataclass
