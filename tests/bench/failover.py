@@ -92,6 +92,8 @@ class Stage:
         await accepts(port)
 
         async def ready() -> bool:
+            if program.pid is None:
+                raise SystemExit(f"a router ended: {program.log.read_text()[-1000:]}")
             async with self.http.get(f"http://{HOST}:{port}/readyz") as response:
                 return response.status == 200
 

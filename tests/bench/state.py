@@ -1,10 +1,14 @@
-"""What live sessions take in Redis or Valkey, and whether all of it expires.
+"""What live sessions take in Redis or Valkey, and whether all of it expires; and what they take in a router.
 
-    python -m tests.bench.state [--sessions N] [--server redis|valkey] [--json FILE]
+    python -m tests.bench.state [--sessions N] [--router-sessions N] [--server redis|valkey] [--json FILE]
 
 A session is what dozens of turns leave behind: a main branch with all the boundaries it keeps and residues on two
 replicas; every fourth session has two subagents' branches of three boundaries besides. Bytes are the server's own
 `used_memory`, so they hold keys, expiry and allocator overhead.
+
+A router remembers the newest branches only (`router.lifecycle.remembered`), so its memory must be flat from there on,
+however many sessions come: a real process before scripted replicas is fed sessions of one turn over HTTP, and its
+resident memory is read on the way.
 """
 
 from __future__ import annotations
@@ -14,18 +18,25 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import uvloop
+import yaml
 from redis.asyncio import Redis
 from rich.progress import track
 
 from router.domain.session import Binding, Boundary
 from router.domain.shared import Acquired, Claim, Settlement
+from router.lifecycle.remembered import BRANCHES_MAX
 from router.settings import Settings
 from router.store.redis import RedisStore
 from tests.contracts.servers import serving
+from tests.integration.conversations import Conversation
+from tests.integration.replicas import PATHS, replicas
+from tests.soak.stage import HOST, ROOST, Ports, Program, accepts
 
 FLEET = "default"
 AT_ONCE = 64
@@ -109,6 +120,62 @@ async def measure(server: str, sessions: int) -> dict[str, Any]:
     return figures
 
 
+async def measure_router(server: str, sessions: int) -> list[dict[str, float]]:
+    """Resident megabytes of a router after so many sessions: once warm, and then each quarter of the way."""
+    ports = Ports()
+    port, admin_port = ports.one(), ports.one()
+    with serving(server) as running, tempfile.TemporaryDirectory() as folder:
+        async with replicas(4, device_tokens=1_000_000_000) as fleet:
+            given = {
+                "listen": {"host": HOST, "port": port},
+                "admin": {"host": HOST, "port": admin_port},
+                "store": {"url": running.url, "timeout_s": 10.0},
+                "fleets": [{"name": FLEET, "replicas": [each.url for each in fleet]}],
+            }
+            config = Path(folder) / "router.yaml"
+            config.write_text(yaml.safe_dump(given))
+            program = Program("router", (ROOST, "router", "--config", str(config)), Path(folder))
+            await program.start()
+            try:
+                await accepts(port)
+                return await _feed(program, port, sessions)
+            finally:
+                await program.end()
+                ports.close()
+
+
+async def _feed(program: Program, port: int, sessions: int) -> list[dict[str, float]]:
+    """Sessions of one turn each, `AT_ONCE` at once."""
+    numbers = iter(range(sessions))
+    quarters = [sessions // 50, *(sessions * quarter // 4 for quarter in range(1, 5))]
+    found: list[dict[str, float]] = []
+    done = 0
+    async with aiohttp.ClientSession(f"http://{HOST}:{port}", connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def ready() -> bool:
+            if program.pid is None:
+                raise SystemExit(f"the router ended: {program.log.read_text()[-1000:]}")
+            async with http.get("/readyz") as response:
+                return response.status == 200
+
+        while not await ready():  # noqa: ASYNC110 (asking is the only way to know)
+            await asyncio.sleep(0.05)
+
+        async def talk() -> None:
+            nonlocal done
+            for number in numbers:
+                asked = Conversation(f"s{number}", size_bytes=300, header=("x-session-id", f"s{number}"))
+                async with http.post(PATHS[asked.dialect], data=asked.body(), headers=asked.headers) as response:
+                    await response.read()
+                    assert response.status == 200, response.status
+                done += 1
+                if done in quarters:
+                    found.append({"sessions": done, "rss_mb": round(program.rss_bytes() / 1e6, 1)})
+
+        await asyncio.gather(*(talk() for _ in range(AT_ONCE)))
+    return found
+
+
 async def _boundaries_that_stay(redis: Redis) -> int:
     """Boundary keys without an expiry, of a sample."""
     sample = [await redis.randomkey() for _ in range(1000)]
@@ -118,17 +185,22 @@ async def _boundaries_that_stay(redis: Redis) -> int:
 def main() -> None:
     """Print what it takes."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.state", description=__doc__)
-    parser.add_argument("--sessions", type=int, default=100_000)
+    parser.add_argument("--sessions", type=int, default=100_000, help="in the store; 0: without")
+    parser.add_argument("--router-sessions", type=int, default=4 * BRANCHES_MAX, help="0: without")
     parser.add_argument("--server", choices=("redis", "valkey"), default="valkey")
     parser.add_argument("--json", type=Path, default=None)
     asked = parser.parse_args()
-    figures = uvloop.run(measure(asked.server, asked.sessions))
-    for name in ("one branch", "with subagents"):
+    figures = uvloop.run(measure(asked.server, asked.sessions)) if asked.sessions else {}
+    for name in ("one branch", "with subagents") if asked.sessions else ():
         row = figures[name]
         sys.stdout.write(
             f"{asked.server}, {asked.sessions} sessions, {name}: {row['bytes_per_session']} bytes a session, "
             f"{row['keys']} keys, {row['keys_without_expiry']} of them without expiry (the fleet's own)\n"
         )
+    if asked.router_sessions:
+        figures["router"] = uvloop.run(measure_router(asked.server, asked.router_sessions))
+        for point in figures["router"]:
+            sys.stdout.write(f"router after {point['sessions']} sessions: {point['rss_mb']} MB resident\n")
     if asked.json is not None:
         asked.json.write_text(json.dumps(figures, indent=1))
 
