@@ -450,7 +450,12 @@ def _tuning(settings: Settings) -> Tuning:
 
 
 def _client_limits(settings: Settings) -> ClientLimits:
-    return ClientLimits(head_s=settings.timeouts.client_head_s, connections_max=settings.limits.connections_max)
+    limits = settings.limits
+    return ClientLimits(
+        head_max_bytes=limits.header_max_bytes + ClientLimits().line_max_bytes,
+        head_s=settings.timeouts.client_head_s,
+        connections_max=limits.connections_max,
+    )
 
 
 def _body_limits(settings: Settings) -> BodyLimits:

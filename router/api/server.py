@@ -10,7 +10,8 @@ aiohttp's low-level server is used, not `web.Application`: no routing, no signal
 - a body whose framing breaks fails at once for the handler that waits for it; aiohttp would let it wait for ever;
 - what aiohttp's parser refuses is answered in JSON, with 431 for too large headers, and no excerpt of them is logged;
 - heads that the grammar lets pass and HTTP forbids (`router.api.head_rules`) reach no handler;
-- a client that dribbles its head is answered with 408 and let go; so many connections are taken and no more;
+- a client that dribbles its head is answered with 408 and let go, one whose head does not end with 431 (aiohttp bounds
+  a field and their number, which come to 16 MB); so many connections are taken and no more;
 - nothing is read behind a request that offers another protocol, whose bytes might follow it;
 - an answer that leaves some of its request unread says `Connection: close`; the rest is read and thrown away for a
   while, so that the client gets to see the answer.
@@ -72,6 +73,8 @@ class ClientLimits:
     header_max_bytes: int = 65_536
     """Longest single header. Codex's turn metadata alone takes 1 kB and grows with its workspaces."""
     headers_max: int = 256
+    head_max_bytes: int = 98_304
+    """Of a head that is not whole yet. It is held for whoever connects: no key has been looked at by then."""
     head_s: float = 20.0
     """From the first byte of a connection's request to the end of its head. A head that follows another request has
     `keepalive_s` from that one's end."""
@@ -91,10 +94,15 @@ class ClientConnection(RequestHandler):
 
     __slots__ = (
         "_flow",
+        "_head_bytes",
+        "_head_max_bytes",
         "_head_s",
         "_head_timer",
+        "_last_body",
+        "_linger_s",
         "_relays",
         "_retiring",
+        "_sent_off",
         "_stall",
         "_stall_s",
         "_switching",
@@ -119,9 +127,16 @@ class ClientConnection(RequestHandler):
         )
         self._relays = manager
         self._flow: Flow | None = None
+        self._head_bytes = 0
+        """Read since the last request ended."""
+        self._head_max_bytes = limits.head_max_bytes
         self._head_s = limits.head_s
         self._head_timer: asyncio.TimerHandle | None = None
+        self._last_body: StreamReader | None = None
+        self._linger_s = limits.linger_s
         self._retiring = False
+        self._sent_off = False
+        """What still comes is thrown away."""
         self._switching: StreamReader | None = None
         """The body of a request that offers another protocol: what comes behind it is not HTTP for certain."""
         self._stall: asyncio.TimerHandle | None = None
@@ -191,16 +206,33 @@ class ClientConnection(RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        if self._switching is not None and self._switching.is_eof():
+        if self._sent_off or (self._switching is not None and self._switching.is_eof()):
             return
+        within_head = self._last_body is None or self._last_body.is_eof()
+        known = self._request_count
         super().data_received(data)
-        if self._messages:
+        if self._request_count > known:
             self._stop_head_timer()
             message, body = self._messages[-1]
+            self._last_body, self._head_bytes = body, 0
             if isinstance(message, _ErrInfo):
                 self._break_bodies()
             elif message.upgrade:
                 self._switching = body
+        elif within_head:
+            self._head_grows(len(data))
+
+    def _head_grows(self, size_bytes: int) -> None:
+        self._head_bytes += size_bytes
+        if self._force_close or self._close:
+            return
+        if self._head_bytes > self._head_max_bytes:
+            if self._request_in_progress or self._messages:
+                self.force_close()  # an answer is under way, and no other may be written into it
+            else:
+                self._stop_head_timer()
+                # Closing at once would reset what the client still sends, and with it the answer.
+                self._send_off(HeadersTooLarge("request headers too large"), self._linger_s)
         elif self._head_timer is None and not self._request_count:
             self._head_timer = self._loop.call_later(self._head_s, self._head_late)
 
@@ -208,12 +240,16 @@ class ClientConnection(RequestHandler):
         self._head_timer = None
         self._send_off(TooSlow("the request's head did not come in time"))
 
-    def _send_off(self, error: RoostError) -> None:
-        """Answer what has not become a request, and close."""
+    def _send_off(self, error: RoostError, linger_s: float = 0.0) -> None:
+        """Answer what has not become a request, and close; in `linger_s` at the latest, or when the client does."""
         _LOG.info("sent a client off: %s", error)
+        self._sent_off = True
         if self.transport is not None:
             self.transport.write(_refusal(error, Dialect.CHAT))
-        self.force_close()
+        if self.transport is not None and linger_s:
+            self._head_timer = self._loop.call_later(linger_s, self.force_close)
+        else:
+            self.force_close()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`: the client is slow."""
