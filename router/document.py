@@ -39,3 +39,5 @@ def parse(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise NotYamlError(getattr(error, "problem", None) or str(error).splitlines()[0], at) from error
+    except (ValueError, AttributeError, RecursionError) as error:  # PyYAML lets through what Python says of a value
+        raise NotYamlError("has a date, number or tag that cannot be, or is nested too deeply", "") from error
