@@ -35,6 +35,7 @@ BOUNDARIES_MAX: Final = 512
 _TOKEN_HEADER: Final = b"x-roost-session"
 _PARENT_HEADER: Final = b"x-parent-session-id"
 """OpenCode and Kilo give each subagent a session of its own and name here the one it works for."""
+_SESSION_KEY: Final = re.compile(r"[0-9a-f]{24}")
 _RAW: Final = msgspec.Raw()
 _NULLISH: Final = (b"", b"null")
 
@@ -176,7 +177,9 @@ def _seal(tenant: str, session: str) -> str:
 
 def _sealed_session(tenant: str, value: bytes) -> str | None:
     session, _, seal = value.strip().decode("ascii", "replace").partition("-")
-    return session if seal and compare_digest(seal.encode(), _seal(tenant, session).encode()) else None
+    if not _SESSION_KEY.fullmatch(session):  # who knows its scope can seal anything, and keys are shown in logs
+        return None
+    return session if compare_digest(seal.encode(), _seal(tenant, session).encode()) else None
 
 
 def _dig(raw: msgspec.Raw | list[msgspec.Raw], path: tuple[str, ...]) -> str | None:

@@ -208,6 +208,17 @@ def test_a_returned_session_names_itself_again_for_its_tenant_only() -> None:
     assert named(b"sk-1", session.encode()) not in (session, None)
 
 
+@pytest.mark.parametrize("forged", ["planted", "", "A" * 24, "0" * 24 + "\n", "0" * 23, "0" * 30_000])
+def test_a_seal_makes_no_session_of_what_is_no_key(forged: str) -> None:
+    """A tenant without a keys file can compute its seal: what it seals would stand in logs and decisions as it is."""
+    tenant = tenant_of({b"x-api-key": b"sk-1"})
+    headers = {b"x-api-key": b"sk-1", b"x-roost-session": session_token(tenant, forged).encode()}
+    session = identity.facts(Dialect.CHAT, headers, b"{}").session
+    assert session is not None
+    assert session != forged
+    assert len(session) == 24
+
+
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
