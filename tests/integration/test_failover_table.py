@@ -40,6 +40,7 @@ PROVED_BY: dict[str, tuple[str, ...]] = {
         "integration/test_health.py::test_a_stream_that_stands_still_at_a_lost_replica_is_broken_in_its_dialect",
         "integration/test_health.py::test_an_engine_that_stands_still_is_left_within_seconds_and_found_again",
         "integration/test_health.py::test_a_host_that_takes_no_connection_is_a_silent_one",
+        "unit/test_turn_health.py::test_where_nobody_is_well_turns_wait_on",
     ),
     "a replica streams but misses its probes": (
         "integration/test_health.py::test_a_replica_that_streams_keeps_its_sessions_though_no_probe_is_answered",
@@ -72,17 +73,21 @@ PROVED_BY: dict[str, tuple[str, ...]] = {
     "a client stalls": (
         "integration/test_relay_clients.py::test_a_client_that_takes_nothing_is_cut_off",
         "integration/test_memory.py::test_readers_that_stall_hold_back_their_replicas",
+        "integration/test_bodies.py::test_a_body_that_dribbles_is_a_408",
+        "integration/test_bodies.py::test_a_head_that_does_not_come_is_a_408",
     ),
     "a router dies": (
         "integration/test_shared_state.py::test_turns_of_a_killed_router_are_forgotten_within_its_leases_time",
         "integration/test_shared_state.py::"
         "test_a_router_that_was_killed_and_started_again_moves_nobody_nor_does_a_newcomer",
         "integration/test_gateway_affinity.py::test_two_routers_that_share_a_store_send_a_branch_to_one_replica",
+        "contracts/test_permits.py::test_the_permits_of_a_router_that_died_expire",
     ),
     "a router is told to stop": (
         "integration/test_shutdown.py::test_a_router_that_stops_says_so_first_and_lets_what_runs_finish",
         "integration/test_shutdown.py::test_a_turn_that_does_not_finish_is_cut_and_counted",
         "integration/test_shutdown.py::test_idle_connections_do_not_hold_it_up",
+        "integration/test_admission.py::test_a_stopping_router_sends_the_waiting_away",
         "integration/test_workers.py::test_sigterm_lets_running_streams_finish",
     ),
     "a worker dies": (
@@ -97,10 +102,13 @@ PROVED_BY: dict[str, tuple[str, ...]] = {
         "integration/test_store_outage.py::test_a_router_that_starts_without_the_store_says_so_once_and_serves",
         "integration/test_store_redis.py::test_a_hanging_server_costs_a_timeout_and_no_connections",
         "unit/test_store_wire.py::test_an_answer_that_lies_there_unread_is_no_silence",
+        "unit/test_turnstile.py::test_without_the_store_each_process_holds_the_limit_by_itself",
     ),
     "the store comes back": (
         "integration/test_store_outage.py::test_while_the_store_is_away_nobody_moves_and_afterwards_it_knows",
         "integration/test_store_outage.py::test_turns_that_run_through_an_outage_count_afterwards_and_end_at_zero",
+        "unit/test_returning.py::test_of_two_routers_that_bound_one_branch_the_first_to_write_stands",
+        "unit/test_returning.py::test_a_lease_that_expired_meanwhile_is_taken_again_without_its_prefill",
     ),
     "the store comes back empty": (
         "integration/test_store_outage.py::test_while_the_store_is_away_nobody_moves_and_afterwards_it_knows",
