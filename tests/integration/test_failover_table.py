@@ -103,6 +103,7 @@ PROVED_BY: dict[str, tuple[str, ...]] = {
         "integration/test_store_redis.py::test_a_hanging_server_costs_a_timeout_and_no_connections",
         "unit/test_store_wire.py::test_an_answer_that_lies_there_unread_is_no_silence",
         "unit/test_turnstile.py::test_without_the_store_each_process_holds_the_limit_by_itself",
+        "integration/test_store_outage.py::test_without_the_store_a_tenants_stored_response_is_a_503",
     ),
     "the store comes back": (
         "integration/test_store_outage.py::test_while_the_store_is_away_nobody_moves_and_afterwards_it_knows",

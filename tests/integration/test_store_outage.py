@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -16,6 +17,8 @@ import hiredis
 import pytest
 import redis.asyncio
 
+from router.domain.turn import Dialect
+from router.settings import Auth
 from router.store import codec
 from router.store.keys import SCHEMA, FleetKeys
 from tests.contracts.groups import free_port
@@ -25,6 +28,7 @@ from tests.integration.replicas import PATIENCE_S, Gate, Replica, replicas
 from tests.integration.roosts import Answer, Roost, running, settings_for, shared_store
 from tests.integration.supervised import command
 from tests.integration.supervised import settings_for as yaml_for
+from tests.integration.test_auth import ACME, OTHER, keys_file
 from tests.soak.proxy import FaultProxy, Mode
 
 TIMEOUT_S = 0.5
@@ -393,3 +397,24 @@ async def test_a_router_does_not_start_on_another_versions_keys(server: Server, 
     assert "roost:schema says schema b'9'" in said
     assert "Traceback" not in said
     assert await server.do("KEYS", "*") == [b"roost:schema"]
+
+
+async def test_without_the_store_a_tenants_stored_response_is_a_503(server: Server, tmp_path: Path) -> None:
+    """Nobody can say whose it is: no replica is asked, and the client may come again."""
+    auth = Auth(keys_file=str(keys_file(tmp_path)))
+    async with replicas(2) as fleet:
+        settings = settings_for(fleet, shared_store(server.url, timeout_s=TIMEOUT_S), auth=auth)
+        async with running(settings, fleet) as roost:
+            made = await roost.turn(Conversation("kept", Dialect.RESPONSES, stream=False, key=ACME))
+            path = f"/v1/responses/{json.loads(made.body)['id']}"
+            await roost.idle()
+            assert (await roost.request("GET", path, headers={"x-api-key": ACME})).replica == made.replica
+            async with stopped(server):
+                await until_up(False, roost)
+                before = sum(len(each.seen) for each in fleet)
+                for key in (ACME, OTHER):
+                    assert (await roost.request("GET", path, headers={"x-api-key": key})).status == 503
+                assert sum(len(each.seen) for each in fleet) == before
+            await until_up(True, roost)
+            assert (await roost.request("GET", path, headers={"x-api-key": ACME})).replica == made.replica
+            assert (await roost.request("GET", path, headers={"x-api-key": OTHER})).status == 404
