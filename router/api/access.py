@@ -29,14 +29,18 @@ class Access:
         self._turnstile = turnstile
         self._engine_paths = engine_paths
 
-    def admit(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]]) -> Tenant | None:
-        """Whose request it is; None where keys are not looked up. Raises UnknownKey and NotAllowed."""
-        if self._keys is None:
-            return None
-        tenant = self._keys.ring.find(headers)
-        if not (tenant.engine_control or self._engine_paths or tenant_may(method, path)):
-            raise NotAllowed("this key may not ask this path: it is not a turn of its own, nor a question about text")
-        return tenant
+    def whose(self, headers: Sequence[tuple[bytes, bytes]]) -> Tenant | None:
+        """Whose request it is; None where keys are not looked up. Raises UnknownKey."""
+        return self._keys.ring.find(headers) if self._keys is not None else None
+
+    def admit(self, tenant: Tenant | None, method: str, path: str) -> None:
+        """Whether the tenant may ask this at all. Raises NotAllowed."""
+        if tenant is None or tenant.engine_control or self._engine_paths or tenant_may(method, path):
+            return
+        raise NotAllowed(
+            "this key may not ask this path: it is not a turn of its own, nor a question about text, and other paths "
+            "need engine_control in the keys file"
+        )
 
     def check(self, tenant: Tenant | None, facts: Facts, *, encoded: bool) -> None:
         """Whether the body stays within what its tenant may. Raises NotAllowed and MalformedRequest."""

@@ -112,7 +112,8 @@ class Gateway:
             return own
         try:
             # Before anything is read: strangers must not fill memory with bodies.
-            read.tenant = self._access.admit(read.method, read.path, read.raw_headers)
+            read.tenant = self._access.whose(read.raw_headers)
+            self._access.admit(read.tenant, read.method, read.path)
             if (own := self._models(read)) is not None:
                 return own
             if hops_left(read.method, read.headers) == 0:

@@ -104,17 +104,20 @@ class KeyRing:
         return frozenset(tenant for shelf in self._shelves.values() for _, tenant in shelf)
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Tenant:
-        """Whose request this is, by `Authorization: Bearer` or else `x-api-key`. Raises UnknownKey."""
+        """Whose request this is, by `Authorization: Bearer` or `x-api-key`; an unknown key in one of them is passed
+        over where the other is known. Raises UnknownKey.
+        """
         bearers = [value for name, value in headers if name.lower() == b"authorization"]
         keys = [value for name, value in headers if name.lower() == b"x-api-key"]
         if len(bearers) > 1 or len(keys) > 1:
             raise UnknownKey("there is more than one API key in the request")
         given = [value[7:].strip() for value in bearers if value[:7].lower() == b"bearer "]
         given += [value.strip() for value in keys]
-        for key in filter(None, given):
-            tenant = self._whose(sha256(key).digest())
-            if tenant is not None:
-                return tenant
+        known = [tenant for key in filter(None, given) if (tenant := self._whose(sha256(key).digest())) is not None]
+        if any(tenant is not known[0] for tenant in known):
+            raise UnknownKey("there are keys of two tenants in the request")
+        if known:
+            return known[0]
         if any(given):
             raise UnknownKey("that API key is not known here")
         raise UnknownKey("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")

@@ -103,6 +103,26 @@ async def test_two_copies_of_a_key_header_are_refused(tmp_path: Path, name: str)
         assert not replica.turns
 
 
+async def test_keys_of_two_tenants_are_refused(tmp_path: Path) -> None:
+    """For the same reason; two keys of one tenant are one tenant's."""
+    async with guarded(tmp_path) as (roost, (replica,)):
+        refused = await ask(roost, asks(None), **{"authorization": f"Bearer {ACME}", "x-api-key": OTHER})
+        assert refused.status == 401
+        assert not replica.turns
+        assert (
+            await ask(roost, asks(None), **{"authorization": f"Bearer {ACME}", "x-api-key": ACME_NEXT})
+        ).status == 200
+
+
+async def test_who_asks_what_it_may_not_is_counted_by_name(tmp_path: Path) -> None:
+    """An operator has to know which tenant tries to flush caches."""
+    async with guarded(tmp_path) as (roost, _):
+        refused = await roost.request("POST", "/flush_cache", headers={"x-api-key": ACME})
+        assert refused.status == 403
+        assert "engine_control" in json.loads(refused.body)["error"]["message"]
+        assert 'roost_tenant_requests_refused_total{code="not_allowed",tenant="acme"} 1.0' in await roost.metrics()
+
+
 async def test_health_is_open_and_models_need_a_key(tmp_path: Path) -> None:
     async with guarded(tmp_path) as (roost, _):
         for path in ("/livez", "/readyz"):
