@@ -456,7 +456,9 @@ async def test_a_redis_that_is_away_at_the_start_is_no_reason_to_wait() -> None:
                 return (await roost.turn(asked)).status == 200
 
             await roost.until(all_there)
-            assert (await roost.admin("GET", "/admin/replicas"))[0] == 503
+            status, listed = await roost.admin("GET", "/admin/replicas")
+            assert status == 200
+            assert {each["from_memory"] for each in listed["replicas"]} == {True}
             homes = set()
             for _ in range(4):
                 asked.grow()
