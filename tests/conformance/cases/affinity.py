@@ -122,7 +122,7 @@ async def full_cache_is_no_load(rig: Rig) -> None:
     session = stage.session()
     home = (await session.turn()).replica
     used = int(home.device_tokens * 0.95)
-    home.loads = {"num_used_tokens": used, "num_total_tokens": used, "token_usage": 0.95}
+    home.loads = {"num_total_tokens": used}  # what is used, SGLang 0.5.23 counts without what could be evicted
     await asyncio.sleep(2.5)  # routers look about once a second
     found = homes([await session.turn() for _ in range(3)])
     check(set(found) == {home.port}, "a session left an idle replica because its cache was full")
