@@ -332,8 +332,10 @@ class FleetRuntime:
         """Whether a new branch could be placed now, by one who has looked at every replica there was at the start: to a
         router that has not, the homes it knows nothing of yet are gone, and it would move their branches.
         """
-        if not self._looked_round:
-            self._looked_round = all(self.watch.state(m.id) is not State.UNKNOWN for m in self.members)
+        if not self._looked_round and self.members:
+            # One on record that only reported, and does no more, is looked at by nobody.
+            looked_at = (m for m in self.members if m.source != "report")
+            self._looked_round = all(self.watch.state(m.id) is not State.UNKNOWN for m in looked_at)
         return self._looked_round and any(m.standing is Standing.SERVING and self.healthy(m.id) for m in self.members)
 
     def models(self) -> tuple[str, ...]:

@@ -73,6 +73,30 @@ async def test_a_router_is_not_ready_before_it_has_looked_at_all_replicas() -> N
     assert fleet.ready()
 
 
+async def test_a_router_without_configured_replicas_looks_at_all_that_are_on_record_too() -> None:
+    """Asked whether it is ready before it has read the membership, it has not looked at everybody."""
+    watch = Watch()
+    for number in range(2):
+        await watch.store.put_member(FLEET, Member(f"r{number}:1", url_of(number), "admin"))
+    fleet = watch.router()
+    assert not fleet.ready()
+    await fleet.refresh()
+    await look(fleet, UP, member="r0:1")
+    assert not fleet.ready()
+    await look(fleet, UP, member="r1:1")
+    assert fleet.ready()
+
+
+async def test_a_replica_on_record_that_reports_no_more_keeps_no_router_from_being_ready() -> None:
+    """An operator cordoned it, so it is on record; its agent has stopped, and nobody probes who reports."""
+    watch = Watch()
+    await watch.store.put_member(FLEET, Member("a:1", "http://a:1", "report", standing=Standing.CORDONED))
+    fleet = watch.router("http://r0:1")
+    await fleet.enrol()
+    await look(fleet, UP)
+    assert fleet.ready()
+
+
 # --- membership -------------------------------------------------------------------------------------------------------
 
 
