@@ -64,13 +64,23 @@ class Leases:
                 log.debug("leases not renewed: %s", error)
 
     async def renew(self) -> None:
-        """Renew all that are held. Raises StoreError."""
+        """Renew all that are held. Raises StoreError, once every fleet has been tried."""
+        failure: StoreError | None = None
         for fleet in list(self._held):  # a fleet's first turn may come while another's are renewed
-            held = self._held[fleet]
-            names = list(held)
-            for start in range(0, len(names), BATCH):
-                # Looked up now, not when the first batch went out: what was settled since must not be taken again.
-                batch = [held[name] for name in names[start : start + BATCH] if name in held]
-                taken = await self._store.renew(fleet, batch, self.ttl_s)
-                if taken:
-                    log.debug("%d leases of fleet %s were gone and are counted again", len(taken), fleet)
+            try:
+                await self.renew_of(fleet)
+            except StoreError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    async def renew_of(self, fleet: str) -> None:
+        """Renew those of one fleet. Raises StoreError."""
+        held = self._held.get(fleet, {})
+        names = list(held)
+        for start in range(0, len(names), BATCH):
+            # Looked up now, not when the first batch went out: what was settled since must not be taken again.
+            batch = [held[name] for name in names[start : start + BATCH] if name in held]
+            taken = await self._store.renew(fleet, batch, self.ttl_s)
+            if taken:
+                log.debug("%d leases of fleet %s were gone and are counted again", len(taken), fleet)

@@ -93,11 +93,14 @@ class Returning:
             doubted = self._remembered.doubted
             self._remembered.doubted = False
             owed.clear()
-            try:
-                for fleet in fleets:
+            failed = False
+            for fleet in fleets:
+                try:
                     await self.catch_up(fleet, owing=owing, doubted=doubted)
-            except StoreError as error:
-                log.debug("the store is not told yet what it missed: %s", error)
+                except StoreError as error:  # perhaps of this fleet's keys alone
+                    log.debug("the store is not told yet what it missed of fleet %s: %s", fleet.name, error)
+                    failed = True
+            if failed:
                 self._remembered.doubted |= doubted
                 owed.set()
                 await asyncio.sleep(AGAIN_S)
@@ -117,8 +120,8 @@ class Returning:
         running = self._leases.branches(fleet.name)
         unwritten = self._remembered.unwritten(fleet.name)
         await self._write(fleet, [entry for entry in unwritten if entry.claim.branch in running])
-        await self._leases.renew()
-        await self._settling.repeat()
+        await self._leases.renew_of(fleet.name)
+        await self._settling.repeat(fleet.name)
         await self._write(fleet, [entry for entry in unwritten if entry.claim.branch not in running])
 
     async def write(self, fleet: FleetRuntime, entry: Entry) -> None:

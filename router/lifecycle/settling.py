@@ -92,14 +92,13 @@ class Settling:
         """Settle out of cancellation's reach; kept where the store does not take it."""
         return self._task(self._tell(fleet, settlement))
 
-    async def repeat(self) -> None:
-        """Tell what the store did not take. Raises StoreError."""
-        while self._untold:
-            some = list(islice(self._untold.items(), REPEATED_AT_ONCE))
-            await asyncio.gather(*(self._store.settle(fleet, settlement) for _, (fleet, settlement) in some))
-            for lease, told in some:
-                if self._untold.get(lease) is told:
-                    del self._untold[lease]
+    async def repeat(self, fleet: str) -> None:
+        """Tell what the store did not take of a fleet. Raises StoreError."""
+        while some := list(islice((told for told in self._untold.values() if told[0] == fleet), REPEATED_AT_ONCE)):
+            await asyncio.gather(*(self._store.settle(fleet, settlement) for _, settlement in some))
+            for told in some:
+                if self._untold.get(told[1].lease) is told:
+                    del self._untold[told[1].lease]
 
     def settle(self, held: Held, facts: Facts, outcome: Outcome) -> asyncio.Task[None]:
         """Tell what came true and give back what was held; the task that does it."""

@@ -99,6 +99,17 @@ async def test_a_store_that_is_away_is_asked_again(store: Renewals, leases: Leas
     assert len(store.asked) >= 4
 
 
+async def test_one_fleet_whose_leases_cannot_be_renewed_costs_no_other_fleet_its_own(
+    store: Renewals, leases: Leases
+) -> None:
+    leases.add("f", lease("a"))
+    leases.add("g", lease("b"))
+    store.fails = 1
+    with pytest.raises(StoreUnavailable):
+        await leases.renew()
+    assert store.asked == [("f", ("a",)), ("g", ("b",))]
+
+
 async def test_what_is_settled_while_others_are_renewed_is_not_taken_again(store: Renewals, leases: Leases) -> None:
     """A store that has lost them takes what it is told: a later batch must not tell it what is settled by then."""
     for number in range(BATCH + 2):

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from router.domain.decision import Reason
+from router.domain.errors import StoreForeign
 from router.domain.outcome import End
 from router.domain.replica import Standing
-from router.domain.shared import Acquired, Ask, Claim, Member, Stale
+from router.domain.shared import Acquired, Ask, Claim, Lease, Member, Settlement, Stale
 from router.domain.turn import Dialect, Facts
-from router.lifecycle.fleet import FleetRuntime
+from router.lifecycle.fleet import FleetRuntime, FleetSpec
 from router.lifecycle.returning import BATCH
+from router.placement.lineage import ask_for
 from router.store.memory import MemoryStore
 from tests.fakes import (
     DOWN,
     FLEET,
     LIFE,
+    REQUEST,
     UP,
     Answer,
     FakeClock,
+    FakeDown,
     FakeProber,
     FakeStore,
     Gate,
@@ -47,6 +51,8 @@ class Flushable(FakeStore):
         super().__init__(self.clock, Gate())
         self.claiming = 0
         self.claiming_max = 0
+        self.spoilt: str | None = None
+        """A fleet that has something else where its leases are kept."""
 
     def flush(self) -> None:
         self._fleets.clear()
@@ -58,6 +64,16 @@ class Flushable(FakeStore):
             return await super().acquire(fleet, claim)
         finally:
             self.claiming -= 1
+
+    async def settle(self, fleet: str, settlement: Settlement) -> None:
+        if fleet == self.spoilt:
+            raise StoreForeign("a key is not Roost's")
+        await super().settle(fleet, settlement)
+
+    async def renew(self, fleet: str, leases: Sequence[Lease], lease_ttl_s: float) -> Sequence[str]:
+        if fleet == self.spoilt:
+            raise StoreForeign("a key is not Roost's")
+        return await super().renew(fleet, leases, lease_ttl_s)
 
 
 @pytest.fixture
@@ -209,6 +225,28 @@ async def test_a_settlement_that_the_store_did_not_take_is_repeated(store: Flush
     assert (load.admitted_tokens, load.in_flight) == (5_003, 0)
     view = await store.fetch(FLEET, NOTHING)
     assert view.beliefs[one.replica_of()].bytes_weight > 0
+
+
+async def test_one_fleet_whose_keys_are_spoilt_keeps_no_other_from_being_told(store: Flushable) -> None:
+    """Neither its leases, nor its settlements, nor its branches stand before those of the others."""
+    world = await stage(store=store)
+    spoilt = FleetRuntime(FleetSpec("spoilt", replicas=(url_of(0),)), store, FakeProber(), store.clock)
+    await spoilt.enrol()
+    spoilt.observed("r0:1", UP)
+    store.spoilt = spoilt.name
+    await world.turns.serve(spoilt, prompt("a"), REQUEST, FakeDown(), lambda *_: (), lambda _: None)
+    store.away = True
+    home = await served(world, prompt("hi"))
+    store.away = False
+    task = asyncio.create_task(world.turns.run([spoilt, world.fleet]))
+    async with asyncio.timeout(10):
+        await store.gate.passed("acquire done", 2)  # the spoilt fleet's own, and the branch that is written
+    task.cancel()
+    await asyncio.wait([task])
+    branch = (await store.fetch(FLEET, ask_for(prompt("hi")))).branch
+    assert branch is not None
+    assert branch.home is not None
+    assert branch.home.replica == home
 
 
 async def test_a_lease_that_expired_meanwhile_is_taken_again_without_its_prefill(store: Flushable) -> None:
