@@ -52,9 +52,9 @@ class Door:
 
     def refusal(self, request: web.BaseRequest) -> web.Response | None:
         """The answer to a request that may not do what it asks; None where it may."""
-        if request.path in _OPEN:
-            return None
         changes = request.method not in _SAFE
+        if request.path in _OPEN and not changes:
+            return None
         if changes and _foreign_page(request):
             return _refused(403, "a web page of another site may change nothing here")
         if not (self._read or self._write):

@@ -15,6 +15,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 from aiohttp import web
+from yarl import URL
 
 from router.api.admin import DECISIONS_LIMIT
 from router.api.door import Door
@@ -169,7 +170,9 @@ async def _ask(worker: Worker, request: web.Request, body: bytes) -> _Answer:
     timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     headers = {"Content-Type": request.headers.get("Content-Type", _JSON)} if body else {}
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        url = f"http://worker{request.raw_path}"
+        # The very path that the door saw: a target as it came (`http://…`) might be read as another one here.
+        url = URL.build(scheme="http", host="worker", path=request.rel_url.raw_path, encoded=True)
+        url = url.with_query(request.rel_url.query)
         async with session.request(
             request.method, url, data=body or None, headers=headers, allow_redirects=False
         ) as response:

@@ -16,6 +16,7 @@ from aiohttp.test_utils import make_mocked_request
 from router.api.door import Door
 from router.main import Listeners, bind, serve
 from router.settings import Admin
+from tests.integration.relay_rig import Client
 from tests.integration.replicas import PATIENCE_S, Replica, replicas
 from tests.integration.roosts import running, settings_for
 from tests.integration.supervised import supervised
@@ -30,6 +31,7 @@ CHANGES = [
     ("DELETE", "/admin/replicas/r"),
     ("PUT", "/admin/anything/new"),
     ("POST", "/metrics"),
+    ("POST", "/livez"),
 ]
 OPEN = [("GET", "/livez"), ("GET", "/readyz")]
 
@@ -108,6 +110,11 @@ async def test_several_workers_have_the_same_door(tmp_path_factory: pytest.TempP
     admin = {**token_files(tmp_path).model_dump(mode="json", exclude_none=True), "port": 0}
     async with replicas(1) as fleet, supervised(tmp_path_factory.mktemp("w"), fleet, admin=admin) as roost:
         await _doors(roost.admin_port)
+        for target, status in (("/admin/decisions?limit=0&replica=a%2Fb", 200), ("/livez/../admin/replicas", 404)):
+            asked_as = f"GET http://evil.example{target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {READ}\r\n\r\n"
+            async with Client.to(roost.admin_port) as client:
+                client.writer.write(asked_as.encode())
+                assert (await client.answer()).status == status
 
 
 async def test_with_a_read_token_alone_nobody_changes_anything() -> None:
