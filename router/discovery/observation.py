@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Engine", "Failure", "Observation", "bounded_problems", "measured_prefill_rate", "printable"]
+__all__ = ["WANTS_KEY", "Engine", "Failure", "Observation", "bounded_problems", "measured_prefill_rate", "printable"]
 
+WANTS_KEY = ", the replica wants its API key"
+"""How a problem ends that a key would solve."""
 _PROBLEMS_MAX = 8
 _PROBLEM_CHARS_MAX = 160
 
@@ -98,6 +100,11 @@ class Observation:
     """A sign of a new life was seen that no fact has confirmed or refuted yet."""
     describe_at_s: float = 0.0
     """When (monotonic clock of the probing router) the slow facts are to be read again."""
+
+    @property
+    def wants_key(self) -> bool:
+        """Whether it refused what was asked this round for want of its API key."""
+        return any(problem.endswith(WANTS_KEY) for problem in self.problems)
 
 
 def printable(text: str, chars_max: int = _PROBLEM_CHARS_MAX) -> str:

@@ -34,7 +34,7 @@ from router.discovery.engine_json import (
     parse_server_info,
 )
 from router.discovery.engine_metrics import EngineMetrics, parse_metrics
-from router.discovery.observation import Engine, Failure, Observation
+from router.discovery.observation import WANTS_KEY, Engine, Failure, Observation
 
 __all__ = ["Probe", "open_session"]
 
@@ -65,7 +65,7 @@ class _Answer:
             return (f"{self.path}: {self.failure.value}",)
         if self.status == 200 or self.status in _NO_SUCH_PATH:
             return ()
-        hint = ", the replica wants its API key" if self.status in (401, 403) else ""
+        hint = WANTS_KEY if self.status in (401, 403) else ""
         return (f"{self.path}: HTTP {self.status}{hint}",)
 
 

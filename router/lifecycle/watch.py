@@ -61,6 +61,8 @@ class Seen:
     """Why it is not well, in words."""
     told: State | None = None
     """What the log last said of it."""
+    key_told: bool = False
+    """The log said that it wants a key."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -136,6 +138,13 @@ class Watch:
         seen.foreign = (*seen.foreign, foreign)[-FOREIGN_WINDOW:]
         seen.why = "; ".join(look.problems) or "it says so"
         self._tell(replica, seen, now_s)
+        if look.wants_key and not seen.key_told:  # once: not every round asks what a key is wanted for
+            seen.key_told = True
+            log.warning(
+                "replica %s of fleet %s wants an API key that Roost does not send: its turns will be a 401 unless "
+                "auth.replica_key_file has that key, or auth.client_credentials: pass lets clients show theirs",
+                replica, self._fleet,
+            )  # fmt: skip
         if seen.health.lost(now_s) and any(self.state(other).usable for other in self._standings if other != replica):
             count = self._waiters.give_up(replica)
             if count:

@@ -190,6 +190,7 @@ async def test_a_wrong_key_is_told_in_plain_words(session: aiohttp.ClientSession
         seen = await observe_once(session, url)
     assert (seen.reachable, seen.ready, seen.engine) == (True, True, Engine.SGLANG)
     assert "/v1/loads: HTTP 401, the replica wants its API key" in seen.problems
+    assert seen.wants_key
 
 
 async def test_a_scheduler_too_busy_to_describe_itself_is_asked_again_soon_and_keeps_its_life(

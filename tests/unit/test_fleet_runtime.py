@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from router.contract import REPORT_TTL_S, Phase, Report, encode_report
-from router.discovery.observation import Failure, Observation
+from router.discovery.observation import WANTS_KEY, Failure, Observation
 from router.domain.errors import UpstreamUnreachable
 from router.domain.replica import Capacity, Fleet, Profile, Standing
 from router.domain.session import Binding
@@ -244,6 +244,19 @@ async def test_the_log_says_once_that_a_replica_is_not_ready_and_why(caplog: pyt
         f"{FLEET} is not ready: it says so",
         f"{FLEET} is back on probation: one turn at a time until one has succeeded",
     ]
+
+
+async def test_a_replica_that_wants_a_key_is_told_once_with_what_to_set(caplog: pytest.LogCaptureFixture) -> None:
+    """It is ready, and every turn would be a 401: a router that is put before replicas with --api-key says so."""
+    caplog.set_level(logging.WARNING, "roost.fleet")
+    _, fleet = await one_replica()
+    fleet.observed("r0:1", UP)
+    assert not caplog.records
+    wanting = replace(UP, problems=(f"/v1/loads: HTTP 401{WANTS_KEY}",))
+    for seen in (wanting, wanting, UP, wanting):
+        fleet.observed("r0:1", seen)
+    (record,) = caplog.records
+    assert all(name in record.getMessage() for name in ("r0:1", FLEET, "auth.replica_key_file", "client_credentials"))
 
 
 async def test_a_refused_connection_says_enough_and_the_next_good_probe_brings_the_replica_back() -> None:
