@@ -172,8 +172,8 @@ def subagents(seed: int) -> list[Conversation]:
 
 
 def forks(seed: int) -> list[Conversation]:
-    """32 turns that continue one context, each in its own way. It is short: a long one costs more to prefill anew than a
-    crowd costs, so its forks rightly stay where it is.
+    """32 turns that continue one context, each in its own way. It is short: a long one costs more to prefill anew than
+    a crowd costs, so its forks rightly stay where it is.
     """
     said = [prose(f"context {seed}.{n}", 800) for n in range(6)]
     header = ("x-session-id", f"forked {seed}")
@@ -213,7 +213,7 @@ async def test_32_turns_at_once_over_equal_replicas_differ_by_two(
 
 
 @pytest.fixture
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Short paths: Unix sockets lie in them."""
     return (tmp_path_factory.mktemp("p") for _ in range(9))
 
