@@ -22,6 +22,12 @@ SUBJECTS = (
     "routes",
     "security",
     "memory",
+    "errors",
+    "endings",
+    "events",
+    "targets",
+    "requests",
+    "binding",
 )
 """Modules of this package. A new one is added here."""
 
