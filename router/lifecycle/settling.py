@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
@@ -102,6 +102,7 @@ class Settling:
 
     def settle(self, held: Held, facts: Facts, outcome: Outcome) -> asyncio.Task[None]:
         """Tell what came true and give back what was held; the task that does it."""
+        self._leases.discard(held.fleet.name, held.lease)  # first: whatever fails here, its lease expires
         record, placed = held.record, held.record.placed
         record.outcome = outcome
         usage = outcome.usage
@@ -124,10 +125,9 @@ class Settling:
                 blind=record.blind,
             )
         )
-        self._leases.discard(held.fleet.name, held.lease)
         settlement = self._settlement(held, facts, outcome)
         self._remembered.settled(held.fleet.name, settlement, counted=not record.blind)
-        return self.tell(held.fleet.name, replace(settlement, branch=self._remembered.name_of(settlement.branch)))
+        return self.tell(held.fleet.name, settlement)
 
     def _settlement(self, held: Held, facts: Facts, outcome: Outcome) -> Settlement:
         record, placed = held.record, held.record.placed
@@ -146,7 +146,7 @@ class Settling:
             lease=held.lease,
             replica=placed.replica,
             incarnation=placed.incarnation,
-            branch=record.lineage.branch,
+            branch=self._remembered.name_of(record.lineage.branch),
             tokens=tokens,
             prompt_tokens=prompt_tokens,
             admitted_tokens=admitted,

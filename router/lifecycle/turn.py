@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -110,8 +109,6 @@ class Turns:
         )
         self._waiting = Waiting(self._placing, clock, observer, limits.queue_max, limits.queue_s)
         self._under_way = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def serve(
         self,
@@ -128,7 +125,6 @@ class Turns:
         Raises NotPlaced and UpstreamError; when `down.started` by then, the response broke midway.
         """
         self._under_way += 1
-        self._idle.clear()
         try:
             attempts = Attempts()
             held = await self._waiting.place(fleet, facts, self._new_id(), attempts)
@@ -137,8 +133,6 @@ class Turns:
                 held = retry
         finally:
             self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
 
     async def run(self, fleets: Iterable[FleetRuntime]) -> None:
         """Tell the store of these fleets what it missed while it was away, until cancelled."""
@@ -158,11 +152,9 @@ class Turns:
         """Let nobody wait for room any more."""
         self._waiting.close()
 
-    async def idle(self, patience_s: float) -> int:
-        """Wait until no turn is under way, at most `patience_s`; returns how many still are."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await self._idle.wait()
+    @property
+    def under_way(self) -> int:
+        """How many turns are being served, or wait for room."""
         return self._under_way
 
     async def drained(self) -> None:

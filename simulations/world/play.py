@@ -107,7 +107,7 @@ class World:
         lives = [router.life for router in self.routers if router.life is not None]
         # Whoever reads the store gives back what has expired.
         held = {life.name: life.leases.count for life in lives}
-        under_way = {life.name: await life.turns.idle(0.0) for life in lives}
+        under_way = {life.name: life.turns.under_way for life in lives}
         self.seen.tell(Quiet(held, under_way))
         played = Played(
             self.seen.digest,

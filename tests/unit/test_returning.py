@@ -191,6 +191,27 @@ async def test_what_the_router_did_not_know_but_the_store_did_is_one_branch_agai
     assert await served(other, prompt(LONG, "ok", "next", "ok", "more")) == home
 
 
+async def test_what_a_turn_left_is_remembered_although_its_branch_was_given_its_old_name_meanwhile(
+    store: Flushable,
+) -> None:
+    """The store knew the branch by another name than the router that bound it blindly; then it is flushed."""
+    one, other = await two(store)
+    await served(other, prompt(LONG))
+    store.away = True
+    async with running(one, prompt(LONG, "ok", "next")):
+        store.away = False
+        async with returning(one):
+            await caught_up(one)
+    store.flush()
+    await one.fleet.refresh()
+    one.turns.store_changed(up=True)
+    async with returning(one):
+        await caught_up(one)
+    (branch,) = store.branches().values()
+    assert branch.tokens == 5_000
+    assert branch.residues[0].tokens == 5_003
+
+
 async def test_a_turn_that_runs_on_counts_from_the_return_and_is_settled_once(store: Flushable) -> None:
     one, other = await two(store)
     store.away = True

@@ -17,6 +17,7 @@ from router.domain.shared import Claim, Member, Settlement
 from router.domain.turn import Facts
 from router.lifecycle.placing import Limits
 from router.placement.scope import response_key
+from router.telemetry.events import TurnFinished
 from tests.fakes import FLEET, LIFE, UP, Answer, Stage, prompt, stage, tokens, unread, url_of
 
 LONG = "word " * 4_000
@@ -354,13 +355,27 @@ async def test_a_lease_whose_claim_overtook_its_release_is_not_renewed_and_expir
     await world.settled()
 
 
-async def test_idle_says_how_many_turns_are_under_way() -> None:
+async def test_a_turn_whose_end_cannot_be_told_is_renewed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails while a turn is settled, its lease expires as if its router had died."""
+    world = await stage()
+
+    def fail(event: object) -> None:
+        if isinstance(event, TurnFinished):
+            raise RuntimeError("nobody hears it")
+
+    monkeypatch.setattr(world.events, "emit", fail)
+    with pytest.raises(RuntimeError, match="nobody hears it"):
+        await world.serve(prompt("a"))
+    assert world.leases.count == 0
+
+
+async def test_turns_that_are_under_way_are_counted() -> None:
     world = await stage()
     task = asyncio.create_task(world.serve(prompt("a")))
     await asyncio.sleep(0)
-    assert await world.turns.idle(patience_s=0) == 1
-    assert await world.turns.idle(patience_s=60) == 0
+    assert world.turns.under_way == 1
     await task
+    assert world.turns.under_way == 0
 
 
 # --- the store moves, or is away --------------------------------------------------------------------------------------
