@@ -360,8 +360,9 @@ async def test_a_turn_whose_end_cannot_be_told_is_renewed_by_nobody(monkeypatch:
     world = await stage()
 
     def fail(event: object) -> None:
-        if isinstance(event, TurnFinished):
-            raise RuntimeError("nobody hears it")
+        match event:
+            case TurnFinished():
+                raise RuntimeError("nobody hears it")
 
     monkeypatch.setattr(world.events, "emit", fail)
     with pytest.raises(RuntimeError, match="nobody hears it"):
