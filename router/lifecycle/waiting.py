@@ -229,6 +229,7 @@ class Waiting:
         self._observer = observer
         self._room_for: Callable[[float], WaitingRoom] = lambda limit: WaitingRoom(limit, queue_max, queue_s)
         self._rooms: dict[str, WaitingRoom] = {}
+        self._closed = False
 
     async def place(self, fleet: FleetRuntime, facts: Facts, turn_id: str, attempts: Attempts) -> Held:
         """Get the turn its first place. Raises NotPlaced, and FleetFull of these where it waited in vain."""
@@ -237,6 +238,8 @@ class Waiting:
         room = self._rooms.get(fleet.name)
         if room is None:
             room = self._rooms[fleet.name] = self._room_for(fleet.spec.admission)
+            if self._closed:
+                room.close()
         attempts.patient, attempts.behind = True, len(room) > 0
         try:
             return await self._placing.place(fleet, facts, turn_id, attempts, self._clock.monotonic_s())
@@ -247,6 +250,7 @@ class Waiting:
 
     def close(self) -> None:
         """Let nobody wait any more: the process stops."""
+        self._closed = True
         for room in self._rooms.values():
             room.close()
 

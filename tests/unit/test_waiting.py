@@ -22,7 +22,7 @@ from router.lifecycle.waiting import LOOK_S, Seat, WaitingRoom
 from router.placement.admission import Occupancy
 from router.telemetry.events import TurnWaited, TurnWaiting
 from simulations.clock import run
-from tests.fakes import LoopClock, Stage, prompt, stage, tokens
+from tests.fakes import LoopClock, Stage, prompt, stage, stage_with, tokens
 
 FULL = Occupancy(live_tokens=1_000.0, room_tokens=1_000)
 HALF_FULL = Occupancy(live_tokens=500.0, room_tokens=1_000)
@@ -411,6 +411,16 @@ async def test_a_stopping_router_sends_the_waiting_away() -> None:
             await task
     with pytest.raises(FleetFull, match="stopping"):
         await world.serve(long_prompt("late"))
+
+
+@virtual
+async def test_a_stopping_router_lets_nobody_wait_for_a_fleet_that_it_never_served() -> None:
+    world = await small()
+    await fill(world)
+    other = stage_with(world.clock, world.gate, world.store, world.upstream, world.fleet, Limits(), "other")
+    other.turns.stopping()
+    with pytest.raises(FleetFull, match="stopping"):
+        await other.serve(long_prompt("new"))
 
 
 @virtual
