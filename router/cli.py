@@ -7,6 +7,7 @@ router are imported inside the commands, so that `roost --version` and shell com
 
 from __future__ import annotations
 
+import getpass
 import importlib.metadata
 import json
 import os
@@ -185,22 +186,26 @@ def new(
 
     The key is shown once and kept nowhere.
     """
+    import yaml
+
     from router.api.keys import NAME_ALLOWED, hash_of, is_tenant_name, new_key
 
     if not is_tenant_name(tenant):
         typer.echo(f"{tenant!r} cannot be a tenant's name ({NAME_ALLOWED})", err=True)
         raise typer.Exit(EXIT_CONFIG)
     key = new_key()
-    typer.echo(f"key, for the client: {key}\n\nfor auth.keys_file, under tenants:\n")
-    typer.echo(f"  {tenant}:\n    keys:\n      - {hash_of(key.encode())}")
+    typer.echo(f"key, for the client: {key}\n\nfor auth.keys_file, into its tenants where it has some:\n")
+    # Written by YAML itself: a name such as 5 or "no" needs quotes there.
+    entry = {"tenants": {tenant: {"keys": [hash_of(key.encode())]}}}
+    typer.echo(yaml.safe_dump(entry, sort_keys=False), nl=False)
 
 
 @keys_app.command("hash")
 def hash_key() -> None:
-    """Read a key from standard input and print its hash for the keys file."""
+    """Hash a key, read from standard input, for the keys file."""
     from router.api.keys import KEY_LENGTH_MIN, hash_of
 
-    key = sys.stdin.readline().strip()
+    key = (getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()).strip()
     if len(key) < KEY_LENGTH_MIN:
         typer.echo(
             f"a key of {len(key)} characters can be guessed from its hash; {KEY_LENGTH_MIN} random ones are the least "

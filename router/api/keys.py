@@ -146,9 +146,7 @@ def read_keys(text: str) -> KeyRing:
     hashes: dict[bytes, Tenant] = {}
     for name, entry in told["tenants"].items():
         if not isinstance(name, str) or not is_tenant_name(name):
-            raise KeysFileError(
-                "a tenant's name has 1 to 63 letters, digits, '.', '_' and '-', a letter or digit first"
-            )
+            raise KeysFileError(f"a tenant's name has {NAME_ALLOWED}, and is in quotes if it looks like a number")
         tenant = _tenant(name, entry, secret)
         for number, digest in enumerate(_digests(name, entry)):
             if digest in hashes:

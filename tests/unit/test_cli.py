@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import pty
 import subprocess
 import sys
 import types
@@ -14,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from router import __version__
-from router.api.keys import KeysFile
+from router.api.keys import KeysFile, hash_of
 from router.cli import app
 from router.settings import Fleet, Settings, effective
 
@@ -220,20 +222,40 @@ def test_without_installed_commands_it_says_so() -> None:
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_key_and_its_line_fit_each_other(tmp_path: Path) -> None:
-    """What is printed goes into the file as it is, and the key then names the tenant."""
-    result = runner.invoke(app, ["keys", "new", "acme"])
+@pytest.mark.parametrize("tenant", ["acme", "5", "no", "1e5", "null", "2026-01-01"])
+def test_a_new_key_and_its_line_fit_each_other(tmp_path: Path, tenant: str) -> None:
+    """What is printed is a keys file, whatever YAML takes the name for, and the key then names the tenant."""
+    result = runner.invoke(app, ["keys", "new", tenant])
     assert result.exit_code == 0
-    told, _, lines = result.stdout.partition("\n\nfor auth.keys_file, under tenants:\n\n")
+    told, _, lines = result.stdout.partition("\n\nfor auth.keys_file, into its tenants where it has some:\n\n")
     key = told.removeprefix("key, for the client: ")
     assert key.startswith("roost-")
     file = tmp_path / "keys.yaml"
-    file.write_text(f"tenants:\n{lines}")
-    assert KeysFile(file).ring.find([(b"x-api-key", key.encode())]).name == "acme"
+    file.write_text(lines)
+    assert KeysFile(file).ring.find([(b"x-api-key", key.encode())]).name == tenant
     hashed = runner.invoke(app, ["keys", "hash"], input=f"{key}\n")
     assert hashed.stdout.strip() in lines
     checked = runner.invoke(app, ["keys", "check", str(file)])
-    assert (checked.exit_code, checked.stdout) == (0, f"{file}: 1 keys; comes in: acme\n")
+    assert (checked.exit_code, checked.stdout) == (0, f"{file}: 1 keys; comes in: {tenant}\n")
+
+
+def test_a_key_typed_at_a_terminal_is_asked_for_and_not_shown() -> None:
+    """Else the command waits without a word, and the key stays on the screen."""
+    ours, theirs = pty.openpty()
+    command = subprocess.Popen(
+        [ROOST, "keys", "hash"], stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True
+    )
+    with command:
+        shown = b""
+        while b"key: " not in shown:
+            shown += os.read(ours, 1)
+        os.write(ours, b"0123456789abcdef01234567\n")
+        assert command.stdout is not None
+        assert command.stdout.read().decode().strip() == hash_of(b"0123456789abcdef01234567")
+        assert command.wait() == 0
+        assert b"0123" not in shown + os.read(ours, 100)
+    os.close(theirs)
+    os.close(ours)
 
 
 @pytest.mark.parametrize(
