@@ -162,7 +162,8 @@ class Placing:
         if not begins_session(facts, held.record.lineage, view):
             return 0
         need, seen = need_of(held.record.turn), occupancy(held.snapshot, self._tuning)
-        seen = replace(seen, live_tokens=seen.live_tokens + self._arriving[held.fleet.name])
+        arriving = self._arriving[held.fleet.name]
+        seen = replace(seen, live_tokens=seen.live_tokens + arriving, idle=seen.idle and not arriving)
         if not attempts.behind and admits(need, seen, held.fleet.spec.admission):
             return need
         if facts.parent is not None:
@@ -318,7 +319,7 @@ class Placing:
         observed = chosen.load.in_flight if checked and chosen is not None else None
         waiting = placed.prefill_tokens if placed.prefill_tokens >= WAITING_TOKENS_MIN else 0
         tip = lineage.tip if lineage.keeps_tip else None
-        live_tokens, inherited_tokens = live_share(turn, lineage, placed.binding)
+        live_tokens, inherited_tokens = live_share(turn, lineage, placed.binding, named=facts.session is not None)
         sticky = (
             record.policy == "session_sticky"
             and facts.session is not None

@@ -8,7 +8,9 @@ sessions that are running go on, with their forks and subagents, and new ones wa
 
 What many sessions share (a harness' tools and system prompt) counts once for each, since no session knows of the
 others, and the tokens of an agent that has ended count until they have decayed: so the limit is somewhat above 1. What
-a fork shares with the branch it came from, at the same replica, counts once.
+a fork shares with the branch it came from, at the same replica, counts once. Most prompts that come without a session's
+name are never followed by another; they count in full from their second turn on. And where nothing runs anywhere,
+nobody waits, whatever is remembered of sessions.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ __all__ = ["Occupancy", "admits", "begins_session", "live_now", "live_share", "n
 
 _NEED_SHARE_MAX: Final = 0.5
 """A prompt asks for at most this share of what is allowed: a larger one would wait until nothing else lived."""
+_UNNAMED_SHARE: Final = 8
+"""The first turn of a conversation without a name counts an eighth of its tokens: it may be the only one."""
 _RETRY_LEAST_S: Final = 5.0
 _RETRY_MOST_S: Final = 30.0
 """The SDKs of OpenAI and Anthropic heed a Retry-After of up to 60 s."""
@@ -40,6 +44,8 @@ class Occupancy:
 
     live_tokens: float
     room_tokens: int
+    idle: bool = False
+    """No turn runs anywhere, as far as leases and engines tell."""
 
     @property
     def share(self) -> float:
@@ -58,14 +64,15 @@ def occupancy(fleet: Fleet, tuning: Tuning) -> Occupancy:
     Room is on the replicas that may take a new branch, device and host. A cordoned replica keeps its branches, so
     neither counts; those of one that drains or died will ask for room elsewhere as they speak, so they do.
     """
-    live, room = 0.0, 0
+    live, room, idle = 0.0, 0, True
     for replica in fleet.replicas:
+        idle = idle and not replica.load.in_flight and not replica.foreign_in_flight
         if replica.standing is Standing.CORDONED and replica.healthy:
             continue
         live += live_now(replica.load, fleet.now_s, tuning.live_half_life_s)
         if replica.standing is Standing.SERVING and replica.healthy and not replica.ejected:
             room += replica.capacity.device_tokens + replica.capacity.host_tokens
-    return Occupancy(live, room)
+    return Occupancy(live, room, idle)
 
 
 def begins_session(facts: Facts, lineage: Lineage, view: View) -> bool:
@@ -90,19 +97,22 @@ def need_of(turn: Turn) -> int:
 def admits(need_tokens: int, seen: Occupancy, limit: float) -> bool:
     """Whether a new session that needs so much may begin, at `limit` live tokens per token of room (0: always)."""
     allowed = limit * seen.room_tokens
-    return allowed <= 0 or seen.live_tokens + min(need_tokens, _NEED_SHARE_MAX * allowed) <= allowed
+    return allowed <= 0 or seen.idle or seen.live_tokens + min(need_tokens, _NEED_SHARE_MAX * allowed) <= allowed
 
 
-def live_share(turn: Turn, lineage: Lineage, home: Binding) -> tuple[int, int]:
+def live_share(turn: Turn, lineage: Lineage, home: Binding, *, named: bool) -> tuple[int, int]:
     """What the branch counts in its home's live tokens from this turn on, and what it inherits there from the branch
-    it forked from (which counts that already).
+    it forked from (which counts that already). `named`: the client gave its session a name.
     """
     inherited = 0
     if lineage.known is not None:
         inherited = lineage.known.inherited_tokens if lineage.known.home == home else 0
     elif lineage.parent is not None and lineage.parent.home == home:
         inherited = turn.shared_tokens
-    return min(max(0, turn.prompt_tokens - inherited), _TOKENS_MAX), min(inherited, _TOKENS_MAX)
+    share = max(0, turn.prompt_tokens - inherited)
+    if lineage.known is None and not named:
+        share //= _UNNAMED_SHARE
+    return min(share, _TOKENS_MAX), min(inherited, _TOKENS_MAX)
 
 
 def retry_after_s(turn_id: str, pressure: float) -> float:

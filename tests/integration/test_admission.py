@@ -37,13 +37,23 @@ def settings(
 
 @asynccontextmanager
 async def small(**given: float) -> AsyncIterator[Roost]:
-    """Roost before one replica with room for two sessions, which live there."""
+    """Roost before one replica with room for two sessions, which live there, and somebody else's turn that runs."""
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(replicas(1, device_tokens=ROOM_TOKENS))
+        fleet = await stack.enter_async_context(replicas(1, device_tokens=ROOM_TOKENS, loads={"num_running_reqs": 1}))
         roost = await stack.enter_async_context(running(settings(fleet, **given), fleet))  # type: ignore[arg-type]
         for number in range(2):
             await roost.turn(session(f"old {number}"))
+        await until_busy(roost)
         yield roost
+
+
+async def until_busy(roost: Roost) -> None:
+    """Until somebody else's turn is known of: in an idle fleet nobody waits."""
+
+    async def busy() -> bool:
+        return all(each["foreign_in_flight"] for each in (await roost.replicas()).values())
+
+    await roost.until(busy)
 
 
 def session(name: str, dialect: Dialect = Dialect.CHAT, **changes: object) -> Conversation:
@@ -187,10 +197,12 @@ async def test_a_client_that_leaves_the_queue_frees_its_seat() -> None:
 async def test_a_stopping_router_sends_the_waiting_away() -> None:
     waiter = session("new")
     headers = "".join(f"{name}: {value}\r\n" for name, value in waiter.headers.items())
-    async with replicas(1, device_tokens=ROOM_TOKENS) as fleet, AsyncExitStack() as stack:
+    loads = {"num_running_reqs": 1}
+    async with replicas(1, device_tokens=ROOM_TOKENS, loads=loads) as fleet, AsyncExitStack() as stack:
         async with running(settings(fleet), fleet) as roost:
             for number in range(2):
                 await roost.turn(session(f"old {number}"))
+            await until_busy(roost)
             client = await stack.enter_async_context(Client.to(roost.port))
             await client.post(waiter.body(), headers=headers, path=PATHS[waiter.dialect])
             await until_waiting(roost, 1)

@@ -143,8 +143,8 @@ def test_occupancy_is_a_function_of_the_snapshot_and_grows_with_live_tokens(
 def test_live_tokens_halve_with_the_time_since_they_were_counted() -> None:
     now = fleet(living(1_000.0))
     later = Fleet(now.name, now.profile, now.replicas, NOW_S + TUNING.live_half_life_s)
-    assert occupancy(now, TUNING) == Occupancy(1_000.0, 750_000)
-    assert occupancy(later, TUNING) == Occupancy(500.0, 750_000)
+    assert occupancy(now, TUNING) == Occupancy(1_000.0, 750_000, idle=True)
+    assert occupancy(later, TUNING) == Occupancy(500.0, 750_000, idle=True)
 
 
 def test_host_memory_is_room_too() -> None:
@@ -155,8 +155,10 @@ def test_host_memory_is_room_too() -> None:
 def test_branches_of_a_replica_that_goes_ask_for_room_and_those_of_a_cordoned_one_have_theirs() -> None:
     serving = living(100.0, 0)
     for gone in (living(50.0, 1, healthy=False), living(50.0, 1, standing=Standing.DRAINING)):
-        assert occupancy(fleet(serving, gone), TUNING) == Occupancy(150.0, 750_000)
-    assert occupancy(fleet(serving, living(50.0, 1, standing=Standing.CORDONED)), TUNING) == Occupancy(100.0, 750_000)
+        assert occupancy(fleet(serving, gone), TUNING) == Occupancy(150.0, 750_000, idle=True)
+    assert occupancy(fleet(serving, living(50.0, 1, standing=Standing.CORDONED)), TUNING) == Occupancy(
+        100.0, 750_000, idle=True
+    )
 
 
 # --- what a branch counts ---------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def test_branches_of_a_replica_that_goes_ask_for_room_and_those_of_a_cordoned_on
 def test_a_replica_that_is_out_offers_no_room_and_its_branches_ask_for_some() -> None:
     room = living(0).capacity.device_tokens
     seen = occupancy(fleet(living(100_000), replace(living(50_000, 1), ejected=True)), TUNING)
-    assert seen == Occupancy(150_000, room + living(0).capacity.host_tokens)
+    assert seen == Occupancy(150_000, room + living(0).capacity.host_tokens, idle=True)
 
 
 @given(agents=st.integers(1, 8), head=st.integers(0, 30_000), own=st.integers(1, 10_000))
@@ -174,7 +176,7 @@ def test_subagents_at_one_replica_count_what_they_share_once(agents: int, head: 
     total, parent = 0, None
     for number in range(agents):
         turn = Turn("t", "s", head + own, 440, head if parent is not None else 0, fork=True)
-        share, inherited = live_share(turn, lineage(None, parent=parent), at("r0"))
+        share, inherited = live_share(turn, lineage(None, parent=parent), at("r0"), named=True)
         parent = Branch(f"b{number}", "s", home=at("r0"), live_tokens=share, inherited_tokens=inherited)
         total += share
     assert total == head + agents * own
@@ -182,14 +184,37 @@ def test_subagents_at_one_replica_count_what_they_share_once(agents: int, head: 
 
 def test_a_fork_elsewhere_counts_all_of_its_prompt() -> None:
     parent = Branch("b", "s", home=at("r0"))
-    assert live_share(Turn("t", "s", 1_000, 440, 700, fork=True), lineage(None, parent=parent), at("r1")) == (1_000, 0)
+    assert live_share(
+        Turn("t", "s", 1_000, 440, 700, fork=True), lineage(None, parent=parent), at("r1"), named=True
+    ) == (1_000, 0)
 
 
 def test_a_branch_keeps_what_it_inherited_until_it_moves() -> None:
     known = Branch("b", "s", home=at("r0"), inherited_tokens=700)
     turn = Turn("t", "s", 1_500, 440, 1_000)
-    assert live_share(turn, lineage(known), at("r0")) == (800, 700)
-    assert live_share(turn, lineage(known), at("r1")) == (1_500, 0)
+    assert live_share(turn, lineage(known), at("r0"), named=True) == (800, 700)
+    assert live_share(turn, lineage(known), at("r1"), named=True) == (1_500, 0)
+
+
+def test_an_unnamed_conversation_counts_in_full_from_its_second_turn_on() -> None:
+    """A flood of prompts that nobody follows up must not keep sessions out for minutes."""
+    first = Turn("t", "s", 8_000, 440, fork=True)
+    assert live_share(first, lineage(None), at("r0"), named=False) == (1_000, 0)
+    assert live_share(first, lineage(None), at("r0"), named=True) == (8_000, 0)
+    second = Turn("t", "s", 9_000, 440, 8_000)
+    assert live_share(second, lineage(Branch("b", "s", home=at("r0"))), at("r0"), named=False) == (9_000, 0)
+
+
+@given(need=needs, now=seen, limit=limits)
+def test_where_nothing_runs_nobody_waits(need: int, now: Occupancy, limit: float) -> None:
+    assert admits(need, replace(now, idle=True), limit)
+
+
+def test_a_fleet_is_idle_while_neither_leases_nor_engines_tell_of_a_turn() -> None:
+    assert occupancy(fleet(living(9e6)), TUNING).idle
+    busy = living(0, 1)
+    assert not occupancy(fleet(living(0), replace(busy, load=replace(busy.load, in_flight=1))), TUNING).idle
+    assert not occupancy(fleet(living(0), replace(busy, foreign_in_flight=1)), TUNING).idle
 
 
 # --- when to come back ------------------------------------------------------------------------------------------------

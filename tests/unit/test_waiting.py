@@ -19,6 +19,7 @@ from router.domain.replica import Profile
 from router.domain.turn import Facts
 from router.lifecycle.placing import Limits
 from router.lifecycle.waiting import LOOK_S, Seat, WaitingRoom
+from router.lifecycle.watch import FOREIGN_WINDOW
 from router.placement.admission import Occupancy
 from router.telemetry.events import TurnWaited, TurnWaiting
 from simulations.clock import run
@@ -265,11 +266,12 @@ def long_prompt(session: str | None, *more: str, priority: int | None = None, te
 
 
 async def small(limits: Limits | None = None, device_tokens: int = 2_900) -> Stage:
-    """One replica with room for two sessions, that runs one of them."""
+    """One replica with room for two sessions, where somebody else's turn runs all the while."""
     world = await stage(
         1, admission=1.0, profile=Profile(device_tokens=device_tokens), limits=limits, clock=LoopClock()
     )
     world.upstream.otherwise = tokens(prompt=1_000, cached=0)
+    world.fleet.watch.of("r0:1").foreign = ((1, 0),) * FOREIGN_WINDOW
     return world
 
 
@@ -340,6 +342,7 @@ async def test_a_keyless_conversation_goes_on_and_a_new_one_waits() -> None:
     await world.serve(long_prompt(None, "first"))
     await world.serve(long_prompt(None, "second"))
     await world.serve(long_prompt(None, "first", "and", "on"))
+    await world.serve(long_prompt(None, "second", "and", "on"))
     async with waiting(world, long_prompt(None, "third")):
         pass
     await world.settled()
