@@ -261,7 +261,7 @@ async def test_a_room_that_closes_sends_everybody_away_and_whoever_comes() -> No
 
 def long_prompt(session: str | None, *more: str, priority: int | None = None, tenant: str | None = None) -> Facts:
     """About 1,000 tokens, and what came after."""
-    facts = prompt(f"{session or more} " + "word " * 800, *more, session=session)
+    facts = prompt(f"{session or more[0]} " + "word " * 800, *more, session=session)
     return replace(facts, priority=priority, tenant=tenant or facts.tenant)
 
 
