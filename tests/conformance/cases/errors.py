@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import json
 
-from tests.conformance.case import Can, check
+from tests.conformance.case import Can, Failed, check
 from tests.conformance.case import case as rule
 from tests.conformance.dialects import DIALECTS, TERMINAL, Dialect, refusal
 from tests.conformance.replica import Visit, head
@@ -282,8 +282,11 @@ async def mute_stays_out(rig: Rig) -> None:
     await asyncio.sleep(30)
     before = len(mute.turns)
     for session in stage.sessions(30):
-        async with asyncio.timeout(10):
-            turn = await session.send()
+        try:
+            async with asyncio.timeout(10):
+                turn = await session.send()
+        except TimeoutError:
+            raise Failed("a new session was not answered within 10 s") from None
         check(turn.answer.status == 200, f"a new session was answered {turn.answer.short}")
         await asyncio.sleep(0.5)
     check(len(mute.turns) - before <= 1, f"of 30 new sessions {len(mute.turns) - before} were sent to a mute replica")
