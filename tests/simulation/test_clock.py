@@ -23,6 +23,36 @@ def test_time_jumps_to_what_is_due_next() -> None:
     assert run(main()) == (["soon", "first", "second", "late"], 86_400.0)
 
 
+def test_cancelled_timers_are_forgotten_and_the_others_keep_their_order() -> None:
+    """However many are set and cancelled, as a deadline of ten minutes is for each turn of a second."""
+
+    async def main() -> tuple[list[int], int]:
+        loop, said, most = asyncio.get_running_loop(), list[int](), 0
+        for number in range(1000):
+            loop.call_at(7.0, said.append, number)
+            for _ in range(10):
+                loop.call_at(600.0, said.append, -1).cancel()
+            most = max(most, len(loop._scheduled))  # type: ignore[attr-defined]
+        await asyncio.sleep(700.0)
+        return said, most
+
+    said, most = run(main())
+    assert said == list(range(1000))
+    assert most < 2500
+
+
+def test_a_callback_that_fails_is_told_and_the_rest_goes_on() -> None:
+    async def main() -> tuple[list[str], list[str]]:
+        loop, said, told = asyncio.get_running_loop(), list[str](), list[str]()
+        loop.set_exception_handler(lambda _, context: told.append(repr(context["exception"])))
+        loop.call_soon(lambda: 1 // 0)
+        loop.call_soon(said.append, "next")
+        await asyncio.sleep(1.0)
+        return said, told
+
+    assert run(main()) == (["next"], ["ZeroDivisionError('integer division or modulo by zero')"])
+
+
 def test_a_timeout_comes_at_its_time() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):
