@@ -128,8 +128,12 @@ class Returning:
         """Write one branch, unless the store knows better or its home is gone. Raises StoreError."""
         claim = entry.claim
         asked = (*(tip.hash for tip in claim.tips), *entry.chain)
-        view = await self._store.fetch(fleet.name, Ask(session=None, boundaries=asked))
-        lives = any(is_home(replica, claim.home) for replica in fleet.snapshot(view).replicas)
+        view = await self._store.fetch(fleet.name, Ask(claim.heads_of or claim.session, boundaries=asked))
+        replicas = fleet.snapshot(view).replicas
+        bound = view.session.home if view.session is not None else None
+        if any(is_home(replica, bound) for replica in replicas):
+            claim = replace(claim, session_home=None)  # the first binding stands
+        lives = any(is_home(replica, claim.home) for replica in replicas)
         now = overdue(claim, view, asked, self._tips_max) if lives else None
         if now is not None:
             await self._claim(fleet.name, entry, now)

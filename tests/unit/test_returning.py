@@ -81,9 +81,9 @@ def store() -> Flushable:
     return Flushable()
 
 
-async def two(store: Flushable, replicas: int = 5) -> tuple[Stage, Stage]:
+async def two(store: Flushable, replicas: int = 5, policy: str = "roost") -> tuple[Stage, Stage]:
     """Two routers of one fleet over one store."""
-    one, other = await stage(replicas, store=store, ids="a"), await stage(replicas, store=store, ids="b")
+    one, other = [await stage(replicas, store=store, ids=ids, policy=policy) for ids in "ab"]
     for world in (one, other):
         world.upstream.otherwise = tokens(prompt=5_000, cached=0)
     return one, other
@@ -189,6 +189,32 @@ async def test_what_the_router_did_not_know_but_the_store_did_is_one_branch_agai
         await caught_up(one)
     assert len(store.branches()) == 1
     assert await served(other, prompt(LONG, "ok", "next", "ok", "more")) == home
+
+
+@pytest.mark.parametrize("session", ["s", "t", "u"])
+async def test_a_subagent_placed_without_the_store_does_not_move_its_session(store: Flushable, session: str) -> None:
+    """Where sessions are bound as a whole: the binding that the store knows stands, while its replica lives."""
+    one, other = await two(store, policy="session_sticky")
+    home = await served(other, prompt(LONG, session=session))
+    store.away = True
+    assert await served(one, prompt("a subagent", session=session)) != home
+    store.away = False
+    async with returning(one):
+        await caught_up(one)
+    assert len(store.branches()) == 2
+    assert await served(other, prompt(LONG, "ok", "next", session=session)) == home
+
+
+async def test_after_a_flush_a_session_that_is_bound_as_a_whole_is_bound_again(store: Flushable) -> None:
+    one, other = await two(store, policy="session_sticky")
+    home = await served(one, prompt(LONG))
+    store.flush()
+    for world in (one, other):
+        await world.fleet.refresh()
+    one.turns.store_changed(up=True)
+    async with returning(one):
+        await caught_up(one)
+    assert await served(other, prompt("a subagent")) == home
 
 
 async def test_what_a_turn_left_is_remembered_although_its_branch_was_given_its_old_name_meanwhile(
