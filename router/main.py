@@ -161,25 +161,32 @@ def bound(key: str, host: str, port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def _allow_connections(count: int) -> None:
-    """So many clients, each with a connection to a replica, as far as the system lets a process open files."""
+def _allow_connections(count: int) -> int:
+    """So many clients, each with a connection to a replica, as far as the system lets a process open files. Returns
+    how many that is: one more could not even be told that it is too many.
+    """
     wanted = 2 * count + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
-        log.warning("the system allows %d open files, too few for limits.connections_max (%d wanted)", most, wanted)
+    if most == wanted:
+        return count
+    allowed = max(most // 4, (most - SPARE_FILES) // 2)
+    log.warning(
+        "the system allows %d open files, so %d clients at once, not limits.connections_max (%d): use ulimit -n %d",
+        most, allowed, count, wanted,
+    )  # fmt: skip
+    return allowed
 
 
-def _tune_process(connections_max: int) -> None:
+def _tune_process() -> None:
     """Spend less on memory that comes and goes with every turn.
 
     Collections are rarer and skip what lives as long as the process: a turn makes hundreds of small objects and few
     cycles. And glibc keeps freed memory up to 64 MiB instead of giving each request body's pages back and faulting them
     in again (a 400 KB body costs a fifth less CPU so).
     """
-    _allow_connections(connections_max)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -287,7 +294,7 @@ async def serve(
             now_s=clock.now_s,
         )
         admin = Admin(fleets, store, recent, health, metrics.render)
-        _tune_process(settings.limits.connections_max)
+        _tune_process()
         watching = watch(fleets, _tuning(settings), observer)
         watches = (turnstile.run(), keys.run()) if keys is not None else ()
         store.watch(metrics.store)
@@ -336,7 +343,8 @@ async def _listen(
     runner = web.AppRunner(admin.app(door), access_log=None, shutdown_timeout=CUT_S)
     await runner.setup()
     await web.SockSite(runner, listeners.admin).start()
-    protocol = RelayServer(gateway.handle, _client_limits(settings))
+    connections_max = _allow_connections(settings.limits.connections_max)
+    protocol = RelayServer(gateway.handle, _client_limits(settings, connections_max))
     server = await loop.create_server(protocol, sock=listeners.public, backlog=BACKLOG)
     announce()
     try:
@@ -449,12 +457,11 @@ def _tuning(settings: Settings) -> Tuning:
     )
 
 
-def _client_limits(settings: Settings) -> ClientLimits:
-    limits = settings.limits
+def _client_limits(settings: Settings, connections_max: int) -> ClientLimits:
     return ClientLimits(
-        head_max_bytes=limits.header_max_bytes + ClientLimits().line_max_bytes,
+        head_max_bytes=settings.limits.header_max_bytes + ClientLimits().line_max_bytes,
         head_s=settings.timeouts.client_head_s,
-        connections_max=limits.connections_max,
+        connections_max=connections_max,
     )
 
 

@@ -59,14 +59,15 @@ class Process:
 
 @asynccontextmanager
 async def started(
-    replica: Replica, tmp_path: Path, grace_s: float = 5, lag_s: float = 0, more: str = ""
+    replica: Replica, tmp_path: Path, grace_s: float = 5, lag_s: float = 0, more: str = "", files: int | None = None
 ) -> AsyncIterator[Process]:
-    """One router, in memory; `more` is further YAML of its settings."""
+    """One router, in memory; `more` is further YAML of its settings, `files` what the system lets it open."""
     config = tmp_path / "roost.yaml"
     config.write_text(f"timeouts: {{ready_lag_s: {lag_s}, shutdown_grace_s: {grace_s}, body_wait_s: 60}}\n{more}")
     arguments = ["router", "--config", str(config), "--store", "memory", "--port", "0", "--admin-port", "0"]
+    allowing = "" if files is None else f"from resource import *; setrlimit(RLIMIT_NOFILE, ({files}, {files})); "
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from router.cli import main; main()", *arguments, "--replica", replica.url,
+        sys.executable, "-c", f"{allowing}from router.cli import main; main()", *arguments, "--replica", replica.url,
         stderr=asyncio.subprocess.PIPE, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     roost = Process(process)

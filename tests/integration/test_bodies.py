@@ -6,8 +6,9 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from router.settings import Limits, Timeouts
 from tests.integration.relay_rig import Client
 from tests.integration.replicas import DIALECTS, PATHS, Gate, Replica, Script, Visit, replicas, speak
 from tests.integration.roosts import Roost, running, settings_for
+from tests.integration.router_process import started
 
 MB = 1_000_000
 TURN = PATHS[Dialect.CHAT]
@@ -312,3 +314,17 @@ async def test_connections_beyond_the_limit_are_told_so() -> None:
                 return (await client.answer()).status == 200
 
         await roost.until(admitted)
+
+
+async def test_where_the_system_allows_few_files_clients_beyond_are_told_too(tmp_path: Path) -> None:
+    """Not cut without a word: a router takes no more connections than it has files for, and says so at the start."""
+    async with replicas(1) as (replica,), started(replica, tmp_path, files=400) as roost, AsyncExitStack() as stack:
+        (warned,) = (line for line in roost.lines if "open files" in line)
+        assert "400 open files, so 100 clients" in warned
+        assert "ulimit -n" in warned
+        statuses = []
+        for _ in range(120):
+            client = await stack.enter_async_context(Client.to(roost.port))
+            await client.get()
+            statuses.append((await client.answer()).status)
+        assert statuses == [200] * 100 + [503] * 20
