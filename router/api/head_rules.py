@@ -44,14 +44,15 @@ def path_of(target: str) -> str:
     """The path of a request target as a replica's server will read it: without host and query, escapes resolved.
 
     It decides what a request is; what is forwarded is the target as it came. Were `/v1/%63ompletions` not known for the
-    turn that it is at the replica, it would evade placement and limits.
+    turn that it is at the replica, it would evade placement and limits. (So would `/v1/completions%0a`: Starlette 1.10
+    ends its routes' patterns with `$`, which matches before a last line break.)
     """
     if not target.startswith("/") and (absolute := _ABSOLUTE.match(target)) is not None:
         target = target[absolute.end() :] or "/"
         if not target.startswith("/"):
             target = "/" + target
     path = target.split("?", 1)[0]
-    return unquote(path) if "%" in path else path
+    return unquote(path).removesuffix("\n") if "%" in path else path
 
 
 def hops_left(method: str, headers: Mapping[bytes, bytes]) -> int | None:

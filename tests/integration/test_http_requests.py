@@ -136,6 +136,11 @@ PASSES = [
         target="POST /v1/%63hat/completions",
     ),
     Passes(
+        "a line break behind a turn's path, which Starlette's routes pass over, is the turn too",
+        request(first="POST /v1/chat/completions%0a HTTP/1.1"),
+        target="POST /v1/chat/completions%0a",
+    ),
+    Passes(
         "PUT /generate is POST /generate to SGLang", request(first="PUT /generate HTTP/1.1"), target="PUT /generate"
     ),
     Passes(
