@@ -41,8 +41,6 @@ __all__ = ["Admin"]
 STANDINGS: Final = {"cordon": Standing.CORDONED, "drain": Standing.DRAINING, "undrain": Standing.SERVING}
 STAND_TRIES: Final = 10
 DECISIONS_LIMIT: Final = 50
-ID_MAX_BYTES: Final = 255
-"""Of a replica's id in the store (`router.store.codec.short`)."""
 _ADD_KEYS: Final = ("url", "fleet")
 _PATHS: Final = "/admin/replicas, /admin/decisions, /metrics, /livez, /readyz"
 
@@ -143,8 +141,6 @@ class Admin:
             known = ", ".join(each.name for each in self._fleets)
             return _problem(404, f"no fleet of that name; fleets: {known}")
         member = Member(replica_id(root), root, "admin")
-        if len(member.id.encode()) > ID_MAX_BYTES:
-            return _problem(400, f"url names a replica by more than {ID_MAX_BYTES} bytes")
         added = await self._store.put_member(fleet.name, member, only_if_absent=True)
         await fleet.refresh()
         return _json({"id": member.id, "fleet": fleet.name, "added": added}, status=201 if added else 200)

@@ -47,6 +47,9 @@ _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key", b"cookie"}
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
 """Values of `Connection` that name no other header: the usual ones."""
 
+_NETLOC_MAX_BYTES = 255
+"""Replicas are named by host and port, and the store keeps a name behind a length byte."""
+
 _TARGET = re.compile(rb"/[\x21-\x7e\x80-\xff]*")
 _ABSOLUTE = re.compile(rb"https?://[^/?#]+", re.IGNORECASE)
 
@@ -113,6 +116,8 @@ def replica_root(url: str) -> str:
         raise ValueError("is not a URL") from None
     if any(char.isspace() or not char.isprintable() for char in url):
         raise ValueError("has a space or an unprintable character in it")
+    if len(parts.netloc.lower().encode()) > _NETLOC_MAX_BYTES:
+        raise ValueError(f"names a replica by more than {_NETLOC_MAX_BYTES} bytes")
     return root
 
 

@@ -349,6 +349,7 @@ def test_a_wrong_file_is_explained(file: Path, text: str, line: str) -> None:
         ("http://a:1/v1", "'http://a:1/v1' goes on after HOST:PORT; give the root of the server, without /v1"),
         ("http://a b:1", "'http://a b:1' has a space or an unprintable character in it"),
         ("http://" + "x" * 70, f"'http://{'x' * 52}… is not a URL"),
+        (f"http://{'x.' * 130}a:1", f"'http://{'x.' * 26}… names a replica by more than 255 bytes"),
         ("http://a:1?x=1", "'http://a:1?x=1' goes on after HOST:PORT; give the root of the server, without /v1"),
     ],
 )
