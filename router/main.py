@@ -300,7 +300,8 @@ async def serve(
         store.watch(metrics.store)
         store.watch(turns.store_changed)
         store.watch(turnstile.store_changed)
-        async with _running(store, store.run(), fleets.run(), leases.run(), turns.run(fleets), watching, *watches):
+        loops = (store.run(), fleets.run(), leases.run(), turns.run(fleets), watching, *watches)
+        async with _running(store, stop, *loops):
             try:
                 await _listen(settings, listeners, stop, gateway, admin, health, turns, announce)
             finally:
@@ -311,12 +312,21 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def _running(store: Store, *background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """The store opened and the background loops going. Raises StoreForeign."""
+async def _running(store: Store, stop: asyncio.Event, *loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """The store opened and the background loops going; a router whose loop fails would go on blindly, so it stops, and
+    raises what failed. Raises StoreForeign.
+    """
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("stopping, since part of this router has failed: %r", error)
+            stop.set()
+
     await store.open()
     async with contextlib.AsyncExitStack() as stack:
-        for work in background:
-            task = asyncio.create_task(work)
+        for loop in loops:
+            task = asyncio.create_task(loop)
+            task.add_done_callback(ended)
             stack.push_async_callback(_end, task)
         yield
 
