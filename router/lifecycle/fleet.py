@@ -21,13 +21,17 @@ from router.domain.replica import ZERO_LOAD, Beliefs, Capacity, Fleet, Load, Pro
 from router.domain.shared import Ask, Member, Membership, View
 from router.lifecycle.health import Ejection, State
 from router.lifecycle.lives import Noticed, recorded, restored
-from router.lifecycle.watch import Outside, Watch
+from router.lifecycle.watch import Outside, Seen, Watch
 from router.ports import Clock, Store
 
 __all__ = ["FleetRuntime", "FleetSpec", "Prober", "replica_id"]
 
 log = logging.getLogger("roost.fleet")
 
+_Parts = tuple[Member, Report | None, State, Load, Beliefs | None, float, tuple[tuple[int, int], ...], bool]
+"""All that a replica in a snapshot is made from, values all of them: record, report, state, load, beliefs, since when
+it is counted a newcomer, what it runs for others by the last looks, and whether it reports what it had cached.
+"""
 RECORD_TRIES: Final = 5
 """Times a probe's finding is written before it is left to the next probe (count)."""
 
@@ -85,6 +89,10 @@ class FleetRuntime:
         self.watch = Watch(spec.name, spec.ejection, clock, self._outside)
         """What this router sees of the replicas."""
         self.watch.keep(configured)
+        self._members: dict[str, Member] = {}
+        self._made: dict[str, tuple[_Parts, Replica]] = {}
+        """By member: the replica of the last snapshot, and what it was made from."""
+        self._list_members()
         self._last_view: View | None = None
         self._looked_round = False
         """Whether every member of the beginning has been looked at once."""
@@ -129,21 +137,26 @@ class FleetRuntime:
         urls = {member.url for member in self.members}
         self._membership, self._unrecorded = membership, False
         self.watch.read(membership.reports)
+        self._list_members()
         self.watch.keep(self.members)
         for url in urls - {member.url for member in self.members}:
             self._outside.left(url)
         self._refreshed.set()
 
+    def _list_members(self) -> None:
+        """Work out who the members are; to be done wherever the record or the reports have changed."""
+        listed = {member.id: member for member in self._membership.members}
+        for name, seen in self.watch.all().items():
+            report = seen.health.report
+            if report is not None and name not in listed:
+                listed[name] = Member(report.replica, report.url, "report", models=tuple(report.models))
+        self._members = listed
+        self._made = {name: made for name, made in self._made.items() if name in listed}
+
     @property
     def members(self) -> tuple[Member, ...]:
         """Members by record, and replicas that only report."""
-        known = {member.id for member in self._membership.members}
-        reported = [
-            Member(report.replica, report.url, "report", models=tuple(report.models))
-            for name, seen in self.watch.all().items()
-            if (report := seen.health.report) is not None and name not in known
-        ]
-        return (*self._membership.members, *reported)
+        return tuple(self._members.values())
 
     @property
     def version(self) -> int:
@@ -152,7 +165,7 @@ class FleetRuntime:
 
     def member(self, member_id: str) -> Member | None:
         """The member of that id."""
-        return next((member for member in self.members if member.id == member_id), None)
+        return self._members.get(member_id)
 
     async def put(self, member: Member, over: Member) -> bool:
         """Write `member` over the record that was read as `over`; False where that has changed meanwhile.
@@ -273,6 +286,7 @@ class FleetRuntime:
         if members != self._membership.members:
             self._membership = replace(self._membership, members=members)
             self._unrecorded = True
+            self._list_members()
 
     # --- the snapshot -------------------------------------------------------------------------------------------------
 
@@ -283,41 +297,63 @@ class FleetRuntime:
     def snapshot(self, view: View, *, blind: bool = False) -> Fleet:
         """The fleet as a decision reads it. `blind`: the store is away, and the view says nothing of loads."""
         self._last_view = None if blind else view
-        replicas = tuple(self._replica(member, view, blind=blind) for member in self.members)
+        now_s = self._clock.monotonic_s()
+        replicas = tuple([self._replica(member, view, now_s, blind=blind) for member in self._members.values()])
         return Fleet(self.name, self.spec.profile, replicas, view.now_s)
 
-    def _replica(self, member: Member, view: View, *, blind: bool) -> Replica:
-        seen, now_s = self.watch.of(member.id), self._clock.monotonic_s()
-        health, state = seen.health, seen.health.state(now_s)
-        report = health.report
+    def _replica(self, member: Member, view: View, now_s: float, *, blind: bool) -> Replica:
+        """A member in a snapshot: the same as in the last one where all that it is made from is the same, which most
+        members are from one turn to the next.
+        """
+        seen = self.watch.of(member.id)
+        health = seen.health
+        report, look = health.report, health.observation
         incarnation = report.incarnation if report is not None else member.incarnation
+        if blind:
+            load = Load(in_flight=health.under_way)
+        elif view.incarnations.get(member.id) == incarnation:
+            load = view.loads.get(member.id, ZERO_LOAD)
+        else:
+            load = ZERO_LOAD
+        joined_at_s = report.phase_since_s if report is not None else member.joined_at_s
+        parts: _Parts = (
+            member,
+            report,
+            health.state(now_s),
+            load,
+            view.beliefs.get(member.id),
+            # Who is readmitted is ramped up as a newcomer is.
+            max(joined_at_s, view.now_s - health.member_for_s(now_s)),
+            seen.foreign,
+            look is not None and look.cache_report is True,
+        )
+        made = self._made.get(member.id)
+        if made is None or made[0] != parts:
+            made = self._made[member.id] = (parts, self._replica_of(seen, parts))
+        return made[1]
+
+    def _replica_of(self, seen: Seen, parts: _Parts) -> Replica:
+        member, report, state, load, beliefs, joined_at_s, _, reports_cache = parts
         standing = member.standing
         if report is not None and report.phase is Phase.DRAINING:
             standing = Standing.DRAINING
-        load = view.loads.get(member.id, ZERO_LOAD)
-        if view.incarnations.get(member.id) != incarnation:
-            load = ZERO_LOAD
-        if blind:
-            load = Load(in_flight=health.under_way)
         foreign_in_flight, foreign_prefill_tokens = seen.foreign_now
-        joined_at_s = report.phase_since_s if report is not None else member.joined_at_s
         return Replica(
             id=member.id,
             url=member.url,
-            incarnation=incarnation,
+            incarnation=report.incarnation if report is not None else member.incarnation,
             capacity=self._room(member, report),
             standing=standing,
             healthy=state.usable,
             ejected=state is State.EJECTED,
             probation=state is State.PROBATION,
-            # Who is readmitted is ramped up as a newcomer is.
-            joined_at_s=max(joined_at_s, view.now_s - health.member_for_s(now_s)),
+            joined_at_s=joined_at_s,
             load=load,
-            beliefs=view.beliefs.get(member.id) or Beliefs(),
+            beliefs=beliefs or Beliefs(),
             models=member.models,
             foreign_in_flight=foreign_in_flight,
             foreign_prefill_tokens=foreign_prefill_tokens,
-            reports_cache=health.observation is not None and health.observation.cache_report is True,
+            reports_cache=reports_cache,
         )
 
     def _room(self, member: Member, report: Report | None) -> Capacity:

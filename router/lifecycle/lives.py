@@ -23,13 +23,12 @@ class Noticed:
 def recorded(member: Member, seen: Observation, noticed: Noticed, profile: Profile, now_s: float) -> Member:
     """The record of `member` after this look. `now_s`: the store's clock, which decisions measure a slow start with."""
     incarnation = _incarnation(member, seen, noticed)
-    return replace(
-        member,
-        incarnation=incarnation,
-        capacity=_capacity(seen, profile) or member.capacity,
-        models=seen.models or member.models,
-        joined_at_s=member.joined_at_s if incarnation == member.incarnation else now_s,
-    )
+    capacity = _capacity(seen, profile) or member.capacity
+    models = seen.models or member.models
+    if (incarnation, capacity, models) == (member.incarnation, member.capacity, member.models):
+        return member
+    joined_at_s = member.joined_at_s if incarnation == member.incarnation else now_s
+    return replace(member, incarnation=incarnation, capacity=capacity, models=models, joined_at_s=joined_at_s)
 
 
 def restored(found: Member, known: Member) -> Member:
