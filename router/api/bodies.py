@@ -1,13 +1,14 @@
 """Request bodies: read whole, within a budget of bytes and of patience.
 
-    held = await bodies.read(request)     waits for room, asks for the body (`Expect`), reads it
-    held.data                             the body as it was sent (still compressed if it was)
-    held.let_go()                         once nobody will send it again: its room is another's
+    held = await bodies.read(request, owner)   waits for room, asks for the body (`Expect`), reads it
+    held.data                                  the body as it was sent (still compressed if it was)
+    held.let_go()                              once nobody will send it again: its room is another's
 
 A body must be whole before a turn can be placed, so this is where memory is spent. All bodies of the process share one
 budget; who finds it spent waits in line, unread, so that TCP holds the client back, and is told after a while to come
 again. A body of known length takes its room at once, others as they come; these go first in line, since they hold room
-that only their end gives back.
+that only their end gives back. Room that is taken need not be filled: eight who announce the largest body and send none
+of it would keep everybody out. So a tenant has half of the room at most, and holds up nobody but itself beyond that.
 
 A large body is written into one growing buffer as it comes, and that buffer becomes the body without a copy (CPython's
 `BytesIO.getvalue`); a small one is joined from what was read, which costs one wake-up instead of one per read.
@@ -16,7 +17,7 @@ A large body is written into one growing buffer as it comes, and that buffer bec
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Final
@@ -53,16 +54,17 @@ class BodyLimits:
 class HeldBody:
     """A body, and the room that it takes."""
 
-    __slots__ = ("_budget", "_size_bytes", "data")
+    __slots__ = ("_budget", "_owner", "_size_bytes", "data")
 
-    def __init__(self, budget: _Budget) -> None:
+    def __init__(self, budget: _Budget, owner: str | None) -> None:
         self._budget = budget
+        self._owner = owner
         self._size_bytes = 0
         self.data = b""
 
     async def take(self, size_bytes: int, *, first: bool = False) -> None:
         """Wait for room for so many bytes more. Raises `RouterBusy`."""
-        await self._budget.take(size_bytes, first=first)
+        await self._budget.take(size_bytes, self._owner, first=first)
         self._size_bytes += size_bytes
 
     def keep(self, data: bytes) -> None:
@@ -71,14 +73,14 @@ class HeldBody:
         spare_bytes = self._size_bytes - len(data)
         if spare_bytes > 0:
             self._size_bytes = len(data)
-            self._budget.give(spare_bytes)
+            self._budget.give(spare_bytes, self._owner)
 
     def let_go(self) -> None:
         """Forget the body and give its room back. Idempotent."""
         size_bytes, self._size_bytes = self._size_bytes, 0
         self.data = b""
         if size_bytes:
-            self._budget.give(size_bytes)
+            self._budget.give(size_bytes, self._owner)
 
 
 class Bodies:
@@ -93,8 +95,8 @@ class Bodies:
         """Room taken at this moment."""
         return self._budget.taken_bytes
 
-    async def read(self, request: web.BaseRequest) -> HeldBody:
-        """The whole body.
+    async def read(self, request: web.BaseRequest, owner: str | None) -> HeldBody:
+        """The whole body. `owner`: the tenant that a keys file names; None: nobody is told from others.
 
         Raises `RequestTooLarge` (at once where the length is announced: nothing is read then), `RouterBusy` where there
         is no room, `TooSlow`, and `MalformedRequest` where the framing is broken.
@@ -102,7 +104,7 @@ class Bodies:
         limits, length, content = self._limits, request.content_length, request.content
         if length is not None and length > limits.body_max_bytes:
             raise RequestTooLarge(f"the body has {length} bytes, more than {limits.body_max_bytes}")
-        held = HeldBody(self._budget)
+        held = HeldBody(self._budget, owner)
         if length == 0 or (length is None and content.is_eof() and not content.total_bytes):
             return held
         try:
@@ -198,26 +200,27 @@ class _Patience:
 
 
 class _Budget:
-    """Bytes to be taken and given back, in line."""
+    """Bytes to be taken and given back, in line, at most half of them by one owner."""
 
     def __init__(self, max_bytes: int, wait_s: float) -> None:
         self._max_bytes = self._free_bytes = max_bytes
         self._wait_s = wait_s
-        self._line: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._owned: Counter[str] = Counter()
+        self._line: deque[tuple[asyncio.Future[None], int, str | None]] = deque()
 
     @property
     def taken_bytes(self) -> int:
         return self._max_bytes - self._free_bytes
 
-    async def take(self, size_bytes: int, *, first: bool) -> None:
-        if size_bytes <= self._free_bytes and (first or not self._line):
-            self._free_bytes -= size_bytes
-            return
-        turn = asyncio.get_running_loop().create_future(), size_bytes
+    async def take(self, size_bytes: int, owner: str | None, *, first: bool) -> None:
+        turn = asyncio.get_running_loop().create_future(), size_bytes, owner
         if first:
             self._line.appendleft(turn)
         else:
             self._line.append(turn)
+        self._serve()
+        if turn[0].done():
+            return
         try:
             async with asyncio.timeout(self._wait_s):
                 await turn[0]
@@ -226,23 +229,41 @@ class _Budget:
                 self._line.remove(turn)
                 self._serve()
             else:
-                self.give(size_bytes)
+                self.give(size_bytes, owner)
             if isinstance(error, TimeoutError):
                 raise RouterBusy("too many request bodies are being held", _RETRY_AFTER_S) from None
             raise
 
-    def give(self, size_bytes: int) -> None:
-        self._free_bytes += size_bytes
+    def give(self, size_bytes: int, owner: str | None) -> None:
+        self._move(-size_bytes, owner)
         self._serve()
 
+    def _move(self, size_bytes: int, owner: str | None) -> None:
+        self._free_bytes -= size_bytes
+        if owner is not None:
+            self._owned[owner] += size_bytes
+            if not self._owned[owner]:
+                del self._owned[owner]
+
+    def _within_share(self, size_bytes: int, owner: str | None) -> bool:
+        owned_bytes = self._owned[owner] if owner is not None else 0
+        return not owned_bytes or owned_bytes + size_bytes <= self._max_bytes // 2
+
     def _serve(self) -> None:
-        while self._line and self._line[0][1] <= self._free_bytes:
-            turn, size_bytes = self._line.popleft()
-            self._free_bytes -= size_bytes
-            if turn.cancelled():
-                # Its owner has yet to wake up, and gives back what it finds itself to have.
+        passed_over = []
+        while self._line:
+            turn, size_bytes, owner = self._line[0]
+            if not self._within_share(size_bytes, owner):
+                passed_over.append(self._line.popleft())
                 continue
-            turn.set_result(None)
+            if size_bytes > self._free_bytes:
+                break
+            self._line.popleft()
+            self._move(size_bytes, owner)
+            # One that was cancelled has yet to wake up, and gives back what it finds itself to have.
+            if not turn.cancelled():
+                turn.set_result(None)
+        self._line.extendleft(reversed(passed_over))
 
 
 def _ask_for_body(request: web.BaseRequest) -> None:

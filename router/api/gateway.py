@@ -132,7 +132,7 @@ class Gateway:
         size = sum(len(name) + len(value) + 4 for name, value in read.raw_headers)
         if size > self._limits.header_max_bytes:
             raise HeadersTooLarge(f"the headers have {size} bytes, more than {self._limits.header_max_bytes}")
-        held = await self._bodies.read(request)
+        held = await self._bodies.read(request, read.tenant.name if read.tenant is not None else None)
         try:
             await self._forward(request, read, held)
         finally:

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from router.domain.turn import Dialect
-from router.settings import Limits, Timeouts
-from tests.integration.relay_rig import Client
+from router.settings import Auth, Limits, Timeouts
+from tests.integration.relay_rig import Answer, Client
 from tests.integration.replicas import DIALECTS, PATHS, Gate, Replica, Script, Visit, replicas, speak
 from tests.integration.roosts import Roost, running, settings_for
 from tests.integration.router_process import started
+from tests.integration.test_auth import ACME, OTHER, keys_file
 
 MB = 1_000_000
 TURN = PATHS[Dialect.CHAT]
@@ -159,6 +160,33 @@ async def test_who_waits_too_long_for_room_is_told_to_come_again(dialect: Dialec
             gate.open()
             assert (await holder.answer()).status == 200
         assert len(replica.turns) == 1
+
+
+async def test_a_tenant_that_announces_bodies_and_sends_none_holds_up_nobody_else(tmp_path: Path) -> None:
+    """It has half of the room at most; beyond that its own wait, and are told to come again."""
+    auth, limits = Auth(keys_file=str(keys_file(tmp_path))), Limits(body_max_bytes=1 * MB, bodies_max_bytes=4 * MB)
+    timeouts = Timeouts(body_wait_s=0.5, ready_lag_s=0)
+    async with replicas(1, device_tokens=1_000_000_000) as fleet, AsyncExitStack() as stack:
+        roost = await stack.enter_async_context(
+            running(settings_for(fleet, limits=limits, timeouts=timeouts, auth=auth), fleet)
+        )
+        hoarding = []
+        for _ in range(8):
+            client = await stack.enter_async_context(Client.to(roost.port))
+            head = f"POST {TURN} HTTP/1.1\r\nHost: r\r\nX-Api-Key: {OTHER}\r\nContent-Length: {MB}\r\n\r\n"
+            client.writer.write(head.encode())
+            hoarding.append(client)
+        async with Client.to(roost.port) as client:
+            for seed in range(5):
+                await client.post(body_of(1 * MB, seed), headers=f"X-Api-Key: {ACME}\r\n", path=TURN)
+                assert (await client.answer()).status == 200
+        waiting, refused = {asyncio.create_task(client.answer()) for client in hoarding}, set[asyncio.Task[Answer]]()
+        while len(refused) < 6:
+            told, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            refused |= told
+        assert {each.result().headers[b"x-roost-error"] for each in refused} == {b"router_busy"}
+        for each in waiting:
+            each.cancel()
 
 
 async def test_a_turn_holds_its_body_only_until_its_answer_begins() -> None:
