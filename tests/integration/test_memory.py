@@ -85,8 +85,8 @@ async def test_readers_that_stall_hold_back_their_replicas(tmp_path: Path) -> No
 
 
 async def test_heads_that_never_end_are_let_go_of_early(tmp_path: Path) -> None:
-    """40 clients send 15 MB of header fields each, none too long and not too many: each reads its 431, behind a request
-    that was served too, and little is held of 600 MB.
+    """40 clients send 15 MB of header fields each, none too long and not too many: each reads its 431, or is cut where
+    that would be written into an answer, and little is held of 600 MB.
     """
     fields = b"".join(b"X-%d: %b\r\n" % (number, b"a" * 60_000) for number in range(250))
     async with replicas(1) as (replica,), started(replica, tmp_path) as roost, AsyncExitStack() as stack:
@@ -97,5 +97,8 @@ async def test_heads_that_never_end_are_let_go_of_early(tmp_path: Path) -> None:
                 await client.post(Conversation(f"{number}").body(), path=TURN)
                 assert (await client.answer()).status == 200
             client.writer.write(b"GET /v1/models HTTP/1.1\r\nHost: r\r\n" + fields)
-            assert (await client.answer()).status == 431
+            try:
+                assert (await client.answer()).status == 431
+            except (ConnectionError, asyncio.IncompleteReadError):
+                assert number % 2, "no answer was under way"
         assert resident_mb(roost.pid) - before_mb < 60
