@@ -205,7 +205,9 @@ def plain(fleet: FleetRuntime, member: Member, view: View, now_s: float, *, blin
 @settings(max_examples=150, deadline=None)
 @example(taken=[("look", "r0:1", UP), ("look", "r0:1", replace(UP, running=5))], blind=False)
 @example(taken=[("look", "r0:1", UP), ("look", "r0:1", replace(UP, cache_report=True))], blind=False)
-@example(taken=[("time", "r0:1", 6.0), ("back", "r0:1", None), ("time", "r0:1", -3.0)], blind=False)
+@example(
+    taken=[("look", "r0:1", UP), ("time", "r0:1", 6.0), ("back", "r0:1", None), ("time", "r0:1", -3.0)], blind=False
+)
 @given(taken=st.lists(steps, min_size=1, max_size=40), blind=st.booleans())
 def test_a_snapshot_is_what_one_made_from_nothing_would_be(taken: list[tuple[str, str, Any]], blind: bool) -> None:
     """After whatever was seen, said, recorded and placed, and however much time has passed."""
