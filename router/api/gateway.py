@@ -17,7 +17,7 @@ from router.api.downstream import Downstream
 from router.api.errors import error_frame, render
 from router.api.head_rules import fewer_hops, hops_left, path_of
 from router.api.health import Health
-from router.api.paths import BROADCAST, error_dialect, stored_response, turn_dialect
+from router.api.paths import BROADCAST, error_dialect, stored_response, tenant_may, turn_dialect
 from router.api.repair import repair
 from router.contract import REASON_HEADER, REPAIRED_HEADER, REPLICA_HEADER, SESSION_HEADER
 from router.domain.decision import Placed
@@ -216,7 +216,8 @@ class Gateway:
                         found = await self._passages.holder(fleets, facts.tenant, response_id)
                         fleet, holder = found or (fleet, None)
             read.fleet = fleet.name
-            await self._passages.serve(fleet, forward(fleet), read.down, holder)
+            steers = not tenant_may(read.method, read.path)
+            await self._passages.serve(fleet, forward(fleet), read.down, holder, steers=steers)
         except UpstreamError:
             if not read.down.started:
                 raise

@@ -1,7 +1,8 @@
 """Requests that are no turns: models, token counts, embeddings, stored responses, the engine's own paths.
 
 They pass to one healthy replica, the one with the fewest of them under way from here; what names a stored response goes
-to the replica that holds it. They take no lease: they hold no KV that a later turn would miss.
+to the replica that holds it. They take no lease: they hold no KV that a later turn would miss. Like turns they are
+given up at a replica that is lost; but not what acts on an engine, which may answer no probe while it loads weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Final
 
 from router.contract import REASON_HEADER, REPLICA_HEADER
@@ -49,9 +51,15 @@ class Passages:
         return None
 
     async def serve(
-        self, fleet: FleetRuntime, forward: ForwardRequest, down: Downstream, holder: Binding | None = None
+        self,
+        fleet: FleetRuntime,
+        forward: ForwardRequest,
+        down: Downstream,
+        holder: Binding | None = None,
+        *,
+        steers: bool = False,
     ) -> None:
-        """Pass one request to one replica. Raises NotPlaced and UpstreamError."""
+        """Pass one request to one replica. `steers`: it acts on the engine. Raises NotPlaced and UpstreamError."""
         tried: set[str] = set()
         while True:
             member = self._choose(fleet, tried, holder)
@@ -60,16 +68,19 @@ class Passages:
             try:
                 # A response's holder alone has it: the others would say there is no such response.
                 retry = len(tried) < self._retries and not holds and len(self._candidates(fleet, tried)) > 1
-                exchange = await self._send(fleet, member, forward, retry=retry)
+                exchange = await self._send(fleet, member, forward, retry=retry, steers=steers)
                 if exchange is None:
                     tried.add(member.id)
                     continue
                 forward.forget_body()  # it was answered: nobody else is asked
                 reason = Reason.STORED if holds else Reason.PASS
-                await relay(exchange, member.id, reason, down)
+                async with _waiting(fleet, member, steers=steers):
+                    await relay(exchange, member.id, reason, down)
                 return
             finally:
                 self._under_way[member.id] -= 1
+                if not self._under_way[member.id]:
+                    del self._under_way[member.id]  # replicas that come and go leave nothing
 
     async def broadcast(self, asked: Sequence[tuple[FleetRuntime, ForwardRequest]], down: Downstream) -> None:
         """Send to every healthy replica, as its fleet is to be asked, and relay one answer: a good one if there is
@@ -110,11 +121,12 @@ class Passages:
         return [member for member in fleet.usable() if member.id not in tried]
 
     async def _send(
-        self, fleet: FleetRuntime, member: Member, forward: ForwardRequest, *, retry: bool
+        self, fleet: FleetRuntime, member: Member, forward: ForwardRequest, *, retry: bool, steers: bool
     ) -> Exchange | None:
         """The exchange, or None where another replica may be tried."""
         try:
-            return await self._upstream.send(member.url, forward)
+            async with _waiting(fleet, member, steers=steers):
+                return await self._upstream.send(member.url, forward)
         except UpstreamUnreachable as error:
             fleet.watch.unreachable(member.id, error)
             if not retry:
@@ -123,6 +135,10 @@ class Passages:
             if not retry or error.answered or forward.method not in SAFE_METHODS:
                 raise
         return None
+
+
+def _waiting(fleet: FleetRuntime, member: Member, *, steers: bool) -> AbstractAsyncContextManager[None]:
+    return nullcontext() if steers else fleet.watch.waiting(member.id)
 
 
 async def relay(exchange: Exchange, replica: str, reason: Reason, down: Downstream) -> None:

@@ -21,7 +21,7 @@ from router.domain.turn import Dialect
 from router.settings import Fleet, Settings
 from router.settings.model import Ejection, Timeouts
 from tests.integration.conversations import Conversation
-from tests.integration.replicas import PATHS, PATIENCE_S, Replica, Visit, events, replicas, speak
+from tests.integration.replicas import PATHS, PATIENCE_S, Gate, Replica, Visit, events, replicas, speak
 from tests.integration.roosts import PROBE_INTERVAL_S, Roost, running, settings_for
 
 QUICK = Ejection(failures=3, base_s=0.5, max_s=4.0, silent_s=1.0)
@@ -190,6 +190,30 @@ async def test_a_stream_that_stands_still_at_a_lost_replica_is_broken_in_its_dia
             assert (answer.status, answer.complete) == (200, False)
             assert b"event: error\n" in answer.body
             assert time.monotonic() - began < SILENT_WITHIN_S
+
+
+async def test_of_what_is_no_turn_only_what_acts_on_an_engine_waits_at_a_lost_replica() -> None:
+    """An engine that loads weights may answer no probe; a client that asked for an embedding has waited long enough."""
+    gate = Gate()
+
+    async def mute(visit: Visit) -> None:
+        visit.replica.mute = True
+        await gate(visit)
+
+    async with replicas(3) as fleet, running(given(fleet), fleet) as roost:
+        for replica in fleet:
+            replica.script = mute
+        loading = asyncio.create_task(roost.request("POST", "/update_weights_from_disk", b"{}"))
+        await gate.waiting(1)
+        asked = asyncio.create_task(roost.request("POST", "/v1/embeddings", b"{}"))
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await asked).status == 502
+        for replica in fleet:
+            if replica.mute:
+                await until_state(roost, replica.id, "dead")
+        assert not loading.done()
+        gate.open()
+        assert (await loading).status == 200
 
 
 async def test_one_that_passes_probes_and_fails_turns_is_out_comes_back_on_probation_and_is_well_again() -> None:

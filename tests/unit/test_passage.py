@@ -22,7 +22,7 @@ from router.domain.shared import Settlement
 from router.lifecycle.passage import Passages
 from router.placement.scope import response_key
 from router.ports import ForwardRequest
-from tests.fakes import DOWN, FLEET, LIFE, Answer, FakeDown, Stage, stage, url_of
+from tests.fakes import DOWN, FLEET, LIFE, SILENT, Answer, FakeDown, Stage, stage, url_of
 
 JSON = ((b"Content-Type", b"application/json"),)
 FINE = Answer(headers=JSON, chunks=(b'{"ok":', b"true}"))
@@ -123,6 +123,53 @@ async def test_what_may_be_running_is_not_sent_again(error: RoostError) -> None:
     with pytest.raises(type(error)):
         await passing.serve(world.fleet, request("GET"), FakeDown())
     assert len(world.upstream.sent) == 1
+
+
+@pytest.mark.parametrize(("method", "asked"), [("GET", 2), ("POST", 1)])
+async def test_who_waits_at_a_lost_replica_is_told(method: str, asked: int) -> None:
+    """Its connection notices nothing. What changes nothing is asked of another; what may, is an error."""
+    world = await stage(2)
+    passing, never = passages(world), asyncio.Event()
+
+    async def hang(url: str) -> None:
+        if url == url_of(0):
+            await never.wait()
+
+    world.upstream.before = hang
+    down = FakeDown()
+    task = asyncio.create_task(passing.serve(world.fleet, request(method), down))
+    await world.gate.passed("sent")
+    world.clock.at_s += 11
+    for _ in range(2):
+        world.fleet.observed("r0:1", SILENT)
+    async with asyncio.timeout(10):
+        await asyncio.wait([task])
+    assert isinstance(task.exception(), UpstreamBroken) == (asked == 1)
+    assert len(world.upstream.sent) == asked
+    assert down.ended == (asked == 2)
+    assert not passing._under_way
+
+
+async def test_what_acts_on_an_engine_waits_on_though_no_probe_is_answered() -> None:
+    """It loads weights, say: an error would have its operator do it again."""
+    world = await stage(2)
+    passing, come = passages(world), asyncio.Event()
+
+    async def hang(_: str) -> None:
+        await come.wait()
+
+    world.upstream.before = hang
+    down = FakeDown()
+    task = asyncio.create_task(passing.serve(world.fleet, request(), down, steers=True))
+    await world.gate.passed("sent")
+    world.clock.at_s += 11
+    for _ in range(2):
+        world.fleet.observed("r0:1", SILENT)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    come.set()
+    await task
+    assert down.ended
 
 
 async def test_a_body_that_breaks_midway_is_raised_and_its_connection_closed() -> None:
