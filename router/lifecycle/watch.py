@@ -2,7 +2,7 @@
 
 Ejecting for failed turns stops at half of the replicas that answer: where more fail, it is the network, the clients or
 this router, and a fleet that has been ejected serves nobody. Turns at a replica that is lost are given up, to be placed
-elsewhere or to end in an error, only while another one is well: else what is lost is more likely this router.
+elsewhere or to end in an error, only while another one answers: else what is lost is more likely this router.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 -- What all scripts share: the clock, the records (formats: router/store/codec.py) and giving leases back.
--- KEYS[1] is always <base>load; keys derived from `base` share its hash tag.
+-- KEYS[1] is <base>load but for the permits' scripts, which derive no keys; those derived from `base` share its hash tag.
 
 local base = string.sub(KEYS[1], 1, -5)
 local time = redis.call('TIME')
