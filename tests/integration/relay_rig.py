@@ -14,8 +14,9 @@ import uvloop
 from aiohttp import web
 
 from router.api.bodies import Bodies, BodyLimits
+from router.api.connection import ClientLimits
 from router.api.downstream import Downstream
-from router.api.server import ClientLimits, RelayServer
+from router.api.server import RelayServer
 from router.domain.errors import RequestError, UpstreamError
 from router.ports import ForwardRequest
 from router.upstream.client import UpstreamClient, UpstreamLimits
@@ -145,7 +146,7 @@ class Relay:
     async def turn(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             limits = BodyLimits(self.body_max_bytes, idle_s=PATIENCE_S, rate_min=0.0)
-            body = (await Bodies(limits).read(request)).data
+            body = (await Bodies(limits).read(request, None)).data
         except RequestError as error:
             self.outcomes.put_nowait(error)
             return web.Response(status=error.status, text=error.code)

@@ -152,7 +152,7 @@ async def test_a_slow_client_slows_the_replica() -> None:
         await talk.until_closed()
 
     async def handle(relay: Relay, request: web.BaseRequest) -> web.StreamResponse:
-        body = (await Bodies(BodyLimits(100)).read(request)).data
+        body = (await Bodies(BodyLimits(100)).read(request, None)).data
         exchange = await relay.upstream.send(relay.url, forward(request, body))
         down = Downstream(request)
         pause = exchange.pause
