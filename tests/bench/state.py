@@ -6,9 +6,10 @@ A session is what dozens of turns leave behind: a main branch with all the bound
 replicas; every fourth session has two subagents' branches of three boundaries besides. Bytes are the server's own
 `used_memory`, so they hold keys, expiry and allocator overhead.
 
-A router remembers the newest branches only (`router.lifecycle.remembered`), so its memory must be flat from there on,
-however many sessions come: a real process before scripted replicas is fed sessions of one turn over HTTP, and its
-resident memory is read on the way.
+A router remembers the newest branches only (`router.lifecycle.remembered`: 10,000) and the digests of the newest
+messages (`router.placement.prefix.Canon`: twice 32,768 of 250 bytes), so its memory must be flat once both are full,
+however many sessions come: a real process before scripted replicas is fed sessions of one turn and three messages over
+HTTP, and its resident memory is read on the way.
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ async def _feed(program: Program, port: int, sessions: int) -> list[dict[str, fl
             nonlocal done
             for number in numbers:
                 asked = Conversation(f"s{number}", size_bytes=300, header=("x-session-id", f"s{number}"))
+                asked.grow()
                 async with http.post(PATHS[asked.dialect], data=asked.body(), headers=asked.headers) as response:
                     await response.read()
                     assert response.status == 200, response.status
