@@ -31,11 +31,12 @@ from pydantic import SecretStr
 from router.api.access import Access
 from router.api.admin import Admin
 from router.api.bodies import Bodies, BodyLimits
+from router.api.connection import ClientLimits
 from router.api.door import Door
 from router.api.gateway import Gateway, GatewayLimits
 from router.api.health import Health
 from router.api.keys import KeysFile
-from router.api.server import ClientLimits, RelayServer
+from router.api.server import RelayServer
 from router.discovery import Probe, open_session
 from router.domain.errors import RoostError
 from router.domain.turn import Facts

@@ -24,7 +24,7 @@ from typing import Final, cast
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from router.api.server import ClientConnection, Flow
+from router.api.connection import ClientConnection, Flow
 from router.ports import ResponseHead
 from router.upstream.wire import Header, forward_response_headers, has_no_body, response_head
 

@@ -10,8 +10,8 @@ import socket
 import pytest
 from aiohttp import web
 
+from router.api.connection import ClientLimits
 from router.api.downstream import Downstream
-from router.api.server import ClientLimits
 from router.domain.errors import MalformedRequest, RequestTooLarge
 from router.ports import ResponseHead
 from tests.integration.relay_rig import (
