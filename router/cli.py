@@ -63,7 +63,7 @@ keys_app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
     no_args_is_help=True,
-    help="Make API keys for tenants, and look at a keys file.",
+    help="Make tenants' API keys, look at a keys file (auth.keys_file).",
 )
 
 
