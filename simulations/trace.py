@@ -13,7 +13,7 @@ Blocks are kept as runs of consecutive ids, so a trace costs a few hundred bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -78,12 +78,15 @@ class Session:
     """One chain of turns."""
 
     id: str
-    turns: tuple[Turn, ...]
+    turns: Sequence[Turn]
+    """Values, all of them; the built-in workload's are drawn when they are first looked at."""
     parent: Ref | None = None
     """The turn after whose completion it began; None for the root of a tree."""
     head: str | None = None
     """Names a prefix that sessions of different trees share (tools and system prompt)."""
     head_tokens: int = 0
+    stepwise: bool = False
+    """Each turn waits for the one before it, the first for `parent`: nobody need look at it earlier."""
 
     @property
     def peak_tokens(self) -> int:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 __all__ = [
     "FIRST_TOKENS",
@@ -35,13 +36,22 @@ class Table:
 
     points: tuple[tuple[float, float], ...]
     """(q, value), ascending, from q = 0 to q = 1."""
+    _starts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _pieces: tuple[tuple[float, float, float], ...] = field(init=False, repr=False, compare=False)
+    """From each q to the next: q, the logarithm of the value there, and its slope."""
+
+    def __post_init__(self) -> None:
+        pieces = tuple(
+            (q, math.log(value), (math.log(next_value) - math.log(value)) / (next_q - q))
+            for (q, value), (next_q, next_value) in pairwise(self.points)
+        )
+        object.__setattr__(self, "_pieces", pieces)
+        object.__setattr__(self, "_starts", tuple(q for q, _ in self.points))
 
     def at(self, q: float) -> float:
         """The value below which a share `q` of draws lies."""
-        place = min(max(bisect_right(self.points, q, key=lambda point: point[0]) - 1, 0), len(self.points) - 2)
-        (low_q, low), (high_q, high) = self.points[place : place + 2]
-        part = (q - low_q) / (high_q - low_q)
-        return math.exp(math.log(low) + part * (math.log(high) - math.log(low)))
+        start, log, slope = self._pieces[bisect_right(self._starts, q, 1, len(self._pieces)) - 1]
+        return math.exp(log + (q - start) * slope)
 
 
 def _table(least: float, p25: float, p50: float, p75: float, p90: float, p99: float, most: float) -> Table:

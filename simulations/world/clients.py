@@ -191,7 +191,7 @@ class Clients:
         await asyncio.sleep(dice.uniform(5.0, 60.0))
         if self._stopping:
             return
-        first, blocks = (1 << 40) + number * (1 << 20), dice.randint(100, 600)
+        first, blocks = (1 << 61) + number * (1 << 20), dice.randint(100, 600)
         asking = burst_context(self._profile.model, f"burst{number}", first, blocks)
         if number % 2:
             await self._turn(f"burst{number}:0", asking, hasty=False)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice
 
 import pytest
 
 from simulations import workload, workload_tables
 from simulations.measure import percentile
-from simulations.trace import Kind, Ref, Session, Trace, Turn, length
+from simulations.replay_order import Order
+from simulations.trace import Kind, Ref, Run, Session, Trace, Tree, Turn, length
 from simulations.workload import BLOCK_TOKENS, Shape
 from simulations.workload_tables import Table
 
@@ -141,3 +144,43 @@ def test_the_same_seed_draws_the_same_sessions() -> None:
     """The stream is a function of its seed, and a longer one begins with the shorter."""
     assert tuple(islice(workload.trees(5), 10)) == workload.trace(5, 10).trees
     assert workload.trace(5, 3).trees != workload.trace(6, 3).trees
+
+
+def test_the_order_in_which_turns_are_looked_at_changes_none_of_them() -> None:
+    """They are drawn late, and a replay looks at them as completions come in."""
+    shape = Shape(fan_out_share=0.05)
+    forwards = list(islice(workload.trees(5, shape), 12))
+    looked_at = [session.turns[len(session.turns) // 2] for tree in forwards for session in tree.sessions]
+    backwards = list(islice(workload.trees(5, shape), 12))
+    for tree in reversed(backwards):
+        for session in reversed(tree.sessions):
+            assert session.turns[-1].index == len(session.turns) - 1
+    assert backwards == forwards
+    assert looked_at == [session.turns[len(session.turns) // 2] for tree in backwards for session in tree.sessions]
+    ids = [range(run.first, run.first + run.size) for tree in forwards for each in tree.sessions for run in new(each)]
+    assert sum(map(len, ids)) == len(set(chain.from_iterable(ids)))
+
+
+def new(session: Session) -> Iterable[Run]:
+    """The blocks that no other session has."""
+    heads = {run for run in session.turns[0].add if run.first >= 1 << 60}
+    return (run for turn in session.turns for run in turn.add if run not in heads)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_go_in_the_same_order_however_late_they_are_looked_at(seed: int) -> None:
+    """`Order` looks at a stepwise session one turn ahead; as values, the same turns are all entered at once."""
+    drawn = next(tree for tree in workload.trees(seed, Shape(fan_out_share=0.05)) if len(tree.sessions) > 3)
+    whole = Tree(tuple(replace(each, turns=tuple(each.turns), stepwise=False) for each in drawn.sessions))
+    late, early, dice = Order(drawn), Order(whole), random.Random(seed)
+    waiting = late.begin()
+    assert sorted(waiting) == sorted(early.begin())
+    played = 0
+    while waiting:
+        ref = waiting.pop(dice.randrange(len(waiting)))
+        played += 1
+        assert late.pause_s(ref) == early.pause_s(ref)
+        released = late.complete(ref)
+        assert sorted(released) == sorted(early.complete(ref))
+        waiting += released
+    assert played == drawn.turn_count
