@@ -64,16 +64,8 @@ class Cost(NamedTuple):
     @property
     def total_s(self) -> float:
         """Seconds, all terms."""
-        return (
-            self.wait_s
-            + self.prefill_s
-            + self.decode_s
-            + self.others_s
-            + self.eviction_s
-            + self.move_s
-            + self.crowd_s
-            + self.ramp_s
-        )
+        _, wait_s, prefill_s, decode_s, others_s, eviction_s, move_s, crowd_s, ramp_s, _, _ = self
+        return wait_s + prefill_s + decode_s + others_s + eviction_s + move_s + crowd_s + ramp_s
 
 
 @dataclass(frozen=True, slots=True)

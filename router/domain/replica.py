@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["ZERO_LOAD", "Beliefs", "Capacity", "Fleet", "Load", "Profile", "Replica", "Standing"]
+__all__ = ["NO_BELIEFS", "ZERO_LOAD", "Beliefs", "Capacity", "Fleet", "Load", "Profile", "Replica", "Standing"]
 
 
 class Standing(StrEnum):
@@ -70,6 +70,10 @@ class Beliefs:
     cliff)."""
 
 
+NO_BELIEFS = Beliefs()
+"""Nothing yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What all routers together have placed on a replica and not settled, plus the counters of its life."""
@@ -111,7 +115,7 @@ class Replica:
     joined_at_s: float = 0.0
     """When this incarnation became ready (Unix seconds); start of its slow start."""
     load: Load = ZERO_LOAD
-    beliefs: Beliefs = field(default_factory=Beliefs)
+    beliefs: Beliefs = NO_BELIEFS
     models: tuple[str, ...] = ()
     foreign_in_flight: int = 0
     """Turns that the engine reports beyond our leases: traffic that did not come through any router."""

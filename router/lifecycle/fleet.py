@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from router.contract import Phase, Report
 from router.discovery.observation import Observation
 from router.domain.errors import StoreError
-from router.domain.replica import ZERO_LOAD, Beliefs, Capacity, Fleet, Load, Profile, Replica, Standing
+from router.domain.replica import NO_BELIEFS, ZERO_LOAD, Beliefs, Capacity, Fleet, Load, Profile, Replica, Standing
 from router.domain.shared import Ask, Member, Membership, View
 from router.lifecycle.health import Ejection, State
 from router.lifecycle.lives import Noticed, recorded, restored
@@ -349,7 +349,7 @@ class FleetRuntime:
             probation=state is State.PROBATION,
             joined_at_s=joined_at_s,
             load=load,
-            beliefs=beliefs or Beliefs(),
+            beliefs=beliefs or NO_BELIEFS,
             models=member.models,
             foreign_in_flight=foreign_in_flight,
             foreign_prefill_tokens=foreign_prefill_tokens,

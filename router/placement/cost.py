@@ -20,10 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.domain.decision import Cost
-from router.domain.replica import Fleet, Load, Replica
+from router.domain.replica import NO_BELIEFS, Fleet, Load, Replica
 from router.domain.session import Residue
 from router.domain.turn import Turn
-from router.placement.residency import pushed_out, residency
+from router.placement.residency import NOTHING, pushed_out, residency
 
 __all__ = ["Rates", "Tuning", "branch_weight", "cost", "crowd_now", "decay", "rates_of"]
 
@@ -62,7 +62,7 @@ class Rates:
 def rates_of(fleet: Fleet) -> Rates:
     """The fleet's rates: what its replicas learned, pooled by weight, else the profile."""
     profile = fleet.profile
-    beliefs = [replica.beliefs for replica in fleet.replicas]
+    beliefs = [replica.beliefs for replica in fleet.replicas if replica.beliefs is not NO_BELIEFS]
     return Rates(
         prefill_rate=_pooled([(b.prefill_rate, b.prefill_weight) for b in beliefs], profile.prefill_rate),
         host_load_rate=profile.host_load_rate,
@@ -75,10 +75,12 @@ def rates_of(fleet: Fleet) -> Rates:
 
 
 def _pooled(values: list[tuple[float, float]], prior: float) -> float:
-    total = sum(weight for value, weight in values if value > 0)
-    if total <= 0:
-        return prior
-    return sum(value * weight for value, weight in values if value > 0) / total
+    total = weighted = 0.0
+    for value, weight in values:
+        if value > 0:
+            total += weight
+            weighted += value * weight
+    return weighted / total if total > 0 else prior
 
 
 def decay(value: float, elapsed_s: float, half_life_s: float) -> float:
@@ -109,31 +111,34 @@ def cost(
     bound_elsewhere: bool,
 ) -> Cost:
     """The cost of placing `turn` at `replica`, term by term."""
-    load = replica.load
+    load, max_running, prefill_rate = replica.load, replica.capacity.max_running, rates.prefill_rate
     running = load.in_flight + replica.foreign_in_flight
-    held = residency(residues, replica, turn.shared_tokens)
+    held = residency(residues, replica, turn.shared_tokens) if residues else NOTHING
     uncached = max(1, turn.prompt_tokens - held.device_tokens - held.host_tokens)
-    prefill_s = uncached / rates.prefill_rate
+    prefill_s = uncached / prefill_rate
     loaded_s = held.host_tokens / rates.host_load_rate
     decode_s = turn.output_tokens * rates.token_time_s * (1 + rates.step_slope * running)
     ahead = load.prefill_tokens + replica.foreign_prefill_tokens
-    over = running + 1 - replica.capacity.max_running
-    slot_s = decode_s * over / replica.capacity.max_running if over > 0 else 0.0
-    return Cost(
-        replica=replica.id,
-        wait_s=ahead / rates.prefill_rate + slot_s,
-        prefill_s=prefill_s + loaded_s,
-        decode_s=decode_s,
-        others_s=tuning.kappa * prefill_s * running,
-        eviction_s=replica.beliefs.evicted_asked_share
-        * pushed_out(replica, uncached + turn.output_tokens)
-        / rates.prefill_rate,
-        move_s=max(tuning.move_floor_s, tuning.mu * turn.prompt_tokens / rates.prefill_rate)
-        if bound_elsewhere
-        else 0.0,
-        crowd_s=tuning.beta_s * crowd_now(load, fleet.now_s, tuning.crowd_half_life_s) if turn.fork else 0.0,
-        ramp_s=_ramp(replica, fleet.now_s, tuning) if turn.fork else 0.0,
-        residency=held,
+    over = running + 1 - max_running
+    slot_s = decode_s * over / max_running if over > 0 else 0.0
+    evicted = pushed_out(replica, uncached + turn.output_tokens)
+    move_s = crowd_s = ramp_s = 0.0
+    if bound_elsewhere:
+        move_s = max(tuning.move_floor_s, tuning.mu * turn.prompt_tokens / prefill_rate)
+    if turn.fork:
+        crowd_s = tuning.beta_s * crowd_now(load, fleet.now_s, tuning.crowd_half_life_s)
+        ramp_s = _ramp(replica, fleet.now_s, tuning)
+    return Cost(  # by place: one is made per replica and turn, and names take as long as half of the sums
+        replica.id,
+        ahead / prefill_rate + slot_s,
+        prefill_s + loaded_s,
+        decode_s,
+        tuning.kappa * prefill_s * running,
+        replica.beliefs.evicted_asked_share * evicted / prefill_rate if evicted else 0.0,
+        move_s,
+        crowd_s,
+        ramp_s,
+        held,
     )
 
 

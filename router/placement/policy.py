@@ -58,16 +58,12 @@ def rendezvous_weight(key: str, replica_id: str) -> int:
 
 def _costs(choice: Choice) -> dict[str, Cost]:
     home = choice.home
-    bound = home is not None and any(is_home(replica, home) for replica in choice.fleet.replicas)
+    there = choice.fleet.get(home.replica) if home is not None else None
+    bound = there is not None and is_home(there, home)
+    turn, residues, rates, fleet, tuning = choice.turn, choice.residues, choice.rates, choice.fleet, choice.tuning
     return {
         replica.id: cost(
-            choice.turn,
-            choice.residues,
-            replica,
-            choice.rates,
-            choice.fleet,
-            choice.tuning,
-            bound_elsewhere=bound and not is_home(replica, home),
+            turn, residues, replica, rates, fleet, tuning, bound_elsewhere=bound and not is_home(replica, home)
         )
         for replica in choice.eligible
     }

@@ -38,5 +38,6 @@ def _still_held(residue: Residue, replica: Replica, shared_tokens: int) -> Resid
 
 def pushed_out(replica: Replica, new_tokens: int) -> int:
     """Tokens that writing `new_tokens` evicts for good: none while the replica's caches have never been full."""
-    room = replica.capacity.device_tokens + replica.capacity.host_tokens - replica.load.admitted_tokens
-    return max(0, new_tokens - max(0, room))
+    capacity = replica.capacity
+    room = capacity.device_tokens + capacity.host_tokens - replica.load.admitted_tokens
+    return 0 if room >= new_tokens else max(0, new_tokens - max(0, room))
