@@ -41,17 +41,38 @@ class _NoSelector:
         raise NothingLeft("every task waits, and no timer is set")
 
 
-class _Timer(asyncio.TimerHandle):
-    """A timer; the loop's heap compares a tuple in its place, and is told nothing when it is cancelled."""
+class _Soon(asyncio.Handle):
+    """A handle, made with less around it."""
 
     __slots__ = ()
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: asyncio.AbstractEventLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        self._context = context if context is not None else contextvars.copy_context()
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._source_traceback = self._repr = None
+
+
+class _Timer(asyncio.TimerHandle):
+    """A timer; the loop's heap compares a tuple in its place."""
+
+    __slots__ = ()
+    _loop: VirtualLoop
 
     def __init__(
         self,
         when: float,
         callback: Callable[..., object],
         args: tuple[Any, ...],
-        loop: asyncio.AbstractEventLoop,
+        loop: VirtualLoop,
         context: contextvars.Context | None,
     ) -> None:
         self._context = context if context is not None else contextvars.copy_context()
@@ -68,9 +89,8 @@ class _Timer(asyncio.TimerHandle):
         if not self._cancelled:
             self._cancelled = True
             self._callback, self._args = _nothing, ()  # what they hold is let go of now
-            loop = self._loop
-            if isinstance(loop, VirtualLoop):
-                loop.timer_cancelled()
+            if self._scheduled:
+                self._loop.timer_cancelled()
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -80,7 +100,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[tuple[float, int, asyncio.Handle]]
+    _scheduled: list[tuple[float, int, _Timer]]
     """When, which number, what: a heap."""
     _stopping: bool
 
@@ -99,7 +119,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """See `asyncio.loop.call_soon`."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Soon(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -122,7 +142,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Forget cancelled timers when they are most of all."""
         self._cancelled_count += 1
         if self._cancelled_count > _CANCELLED_MIN and 2 * self._cancelled_count > len(self._scheduled):
-            self._scheduled = [entry for entry in self._scheduled if not entry[2].cancelled()]
+            self._scheduled = [entry for entry in self._scheduled if not entry[2]._cancelled]  # noqa: SLF001
             heapify(self._scheduled)
             self._cancelled_count = 0
 
@@ -133,7 +153,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._pass_time()
         due_s = self._now_s + _SAME_INSTANT_S
         while self._scheduled and self._scheduled[0][0] < due_s:
-            ready.append(heappop(self._scheduled)[2])
+            timer = heappop(self._scheduled)[2]
+            timer._scheduled = False  # noqa: SLF001 (this loop's own)
+            if timer.cancelled():
+                self._cancelled_count -= 1
+            else:
+                ready.append(timer)
         for _ in range(len(ready)):
             handle: Any = ready.popleft()
             if handle._cancelled:  # noqa: SLF001 (this loop's own handles)
@@ -150,6 +175,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _pass_time(self) -> None:
         while self._scheduled and self._scheduled[0][2].cancelled():
             heappop(self._scheduled)
+            self._cancelled_count -= 1
         if not self._scheduled:
             self._selector.select(None)
         self._now_s = max(self._now_s, self._scheduled[0][0])

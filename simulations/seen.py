@@ -58,6 +58,8 @@ __all__ = [
 
 _ID_MARK: Final = "."
 _LAST_KEPT: Final = 40
+_TOLD_AT_ONCE: Final = 256
+"""Lines that the digest takes in together."""
 
 
 def request_of(drawn_id: str) -> str:
@@ -423,6 +425,9 @@ class Seen:
         """The first."""
         self._now_s = loop.time
         self._digest = xxh3_128()
+        self._told: list[str] = []
+        """Lines that are not in the digest yet."""
+        self._broken = False
         self._last: deque[tuple[float, str]] = deque(maxlen=_LAST_KEPT)
         self._watching: dict[type, list[Callable[..., None]]] = {}
         for onlooker in onlookers:
@@ -431,22 +436,33 @@ class Seen:
 
     def tell(self, event: Event) -> None:
         """It happened now."""
-        if self.breach.done():
+        if self._broken:
             return
         at_s, line = self._now_s(), str(event)
         self.count += 1
-        self._digest.update(f"{at_s!r} {line}\n".encode())
+        self._told.append(f"{at_s!r} {line}\n")
+        if len(self._told) >= _TOLD_AT_ONCE:
+            self._take_in()
         self._last.append((at_s, line))
         try:
             for watch in self._watching.get(type(event), ()):
                 watch(at_s, event)
         except Breach as breach:
+            self._break(breach)
+
+    def _take_in(self) -> None:
+        """Bring the digest up to date."""
+        self._digest.update("".join(self._told).encode())
+        self._told.clear()
+
+    def _break(self, breach: Breach) -> None:
+        if not self._broken:
+            self._broken = True
             self.breach.set_result(breach)
 
     def failed(self, what: str) -> None:
         """Something has failed that nobody awaits."""
-        if not self.breach.done():
-            self.breach.set_result(Breach("nothing fails unseen", what))
+        self._break(Breach("nothing fails unseen", what))
 
     @property
     def at_s(self) -> float:
@@ -456,6 +472,7 @@ class Seen:
     @property
     def digest(self) -> str:
         """Of every event so far, with its time."""
+        self._take_in()
         return self._digest.hexdigest()
 
     def last(self) -> list[str]:

@@ -164,18 +164,26 @@ class ReplicaModel:
         self._memory.ratio = NewTokenRatio()
         return True
 
+    def load(self, now_s: float) -> tuple[int, int, int]:
+        """What probes ask most: turns that run, turns that wait, and their tokens to prefill; as `snapshot` has it."""
+        self._run_to(now_s)
+        prefilling = 0
+        if self._phase != _IDLE:
+            prefilling = len({seat.request.rid for seat in self._held()} - self._batch.seats.keys())
+        waiting = len(self._queue)
+        return len(self._batch) + prefilling, waiting, sum(map(self._uncached, self._queue)) if waiting else 0
+
     def snapshot(self, now_s: float) -> Snapshot:
         """How things stand."""
-        self._run_to(now_s)
+        running, waiting, uncached_tokens = self.load(now_s)
         done = self._steps_done(now_s)
         memory, page = self._memory, self._page
         cache, growth = memory.cache, self._batch.held_pages(done) - self._batch.held_pages()
         speed = self._batch.rate / MILLI / self._step_s if self._phase == _DECODE else 0.0
-        prefilling = len({seat.request.rid for seat in self._held()} - self._batch.seats.keys())
         return Snapshot(
-            running=len(self._batch) + prefilling,
-            waiting=len(self._queue),
-            waiting_uncached_tokens=sum(map(self._uncached, self._queue)),
+            running=running,
+            waiting=waiting,
+            waiting_uncached_tokens=uncached_tokens,
             locked_tokens=cache.pinned_pages * page,
             held_tokens=(memory.prefill_pages + self._batch.held_pages(done)) * page,
             evictable_tokens=cache.evictable_pages * page,

@@ -17,7 +17,7 @@ from router.discovery.assemble import unreachable
 from router.discovery.observation import Engine, Failure, Observation
 from router.domain.errors import RoostError, UpstreamBroken, UpstreamSilent, UpstreamUnreachable
 from router.ports import Exchange, ForwardRequest, ResponseHead
-from simulations.replica_model import Request
+from simulations.replica_model import ReplicaProfile, Request
 from simulations.seen import Headed, Probed, Seen, Sent, UpBytes, UpEnded
 from simulations.world.replicas import Response, SimulatedReplica
 
@@ -61,6 +61,8 @@ class Wires:
         self._dice = random.Random(f"wires/{seed}")  # noqa: S311 (latencies need no secrecy)
         self._waits = waits
         self._under_way: dict[_Exchange, None] = {}
+        self._looks: dict[str, tuple[tuple[str, int, int, int, int], Observation]] = {}
+        """By replica: the newest look at one that answered, which most looks are like, and what it was made from."""
 
     # --- the Upstream port ---
 
@@ -142,6 +144,15 @@ class Wires:
         running, waiting, uncached = replica.load()
         profile, incarnation = replica.profile, replica.incarnation
         lives = 0 if previous is None else previous.lives + (previous.incarnation != incarnation)
+        key = (incarnation, lives, running, waiting, uncached)
+        found = self._looks.get(replica.name)
+        if found is None or found[0] != key:
+            found = self._looks[replica.name] = (key, self._look(profile, *key))
+        return found[1]
+
+    def _look(
+        self, profile: ReplicaProfile, incarnation: str, lives: int, running: int, waiting: int, uncached: int
+    ) -> Observation:
         return Observation(
             reachable=True,
             ready=True,

@@ -153,9 +153,9 @@ class SimulatedReplica:
 
     def load(self) -> tuple[int, int, int]:
         """Turns that run, turns that wait, and their tokens to prefill."""
-        seen = self._model.snapshot(self._loop.time())
+        load = self._model.load(self._loop.time())
         self._advance()
-        return seen.running, seen.waiting, seen.waiting_uncached_tokens
+        return load
 
     # --- turns ---
 
