@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.domain.decision import Cost
-from router.domain.replica import NO_BELIEFS, Fleet, Load, Replica
+from router.domain.replica import Fleet, Load, Replica
 from router.domain.session import Residue
 from router.domain.turn import Turn
 from router.placement.residency import NOTHING, pushed_out, residency
@@ -62,25 +62,25 @@ class Rates:
 def rates_of(fleet: Fleet) -> Rates:
     """The fleet's rates: what its replicas learned, pooled by weight, else the profile."""
     profile = fleet.profile
-    beliefs = [replica.beliefs for replica in fleet.replicas if replica.beliefs is not NO_BELIEFS]
+    prefill = prefill_weight = token = token_weight = size = size_weight = 0.0
+    for replica in fleet.replicas:
+        b = replica.beliefs
+        if b.prefill_rate > 0:
+            prefill += b.prefill_rate * b.prefill_weight
+            prefill_weight += b.prefill_weight
+        if b.token_time_s > 0:
+            token += b.token_time_s * b.token_weight
+            token_weight += b.token_weight
+        if b.tokens_per_byte > 0:
+            size += b.tokens_per_byte * b.bytes_weight
+            size_weight += b.bytes_weight
     return Rates(
-        prefill_rate=_pooled([(b.prefill_rate, b.prefill_weight) for b in beliefs], profile.prefill_rate),
+        prefill_rate=prefill / prefill_weight if prefill_weight > 0 else profile.prefill_rate,
         host_load_rate=profile.host_load_rate,
-        token_time_s=_pooled(
-            [(b.token_time_s, b.token_weight) for b in beliefs], profile.step_time_s / profile.accept_length
-        ),
+        token_time_s=token / token_weight if token_weight > 0 else profile.step_time_s / profile.accept_length,
         step_slope=profile.step_slope,
-        tokens_per_byte=_pooled([(b.tokens_per_byte, b.bytes_weight) for b in beliefs], profile.tokens_per_byte),
+        tokens_per_byte=size / size_weight if size_weight > 0 else profile.tokens_per_byte,
     )
-
-
-def _pooled(values: list[tuple[float, float]], prior: float) -> float:
-    total = weighted = 0.0
-    for value, weight in values:
-        if value > 0:
-            total += weight
-            weighted += value * weight
-    return weighted / total if total > 0 else prior
 
 
 def decay(value: float, elapsed_s: float, half_life_s: float) -> float:

@@ -76,7 +76,7 @@ def decide(
         home=home,
         session_home=session_home,
         residues=lineage.parent.residues if lineage.parent is not None else (),
-        eligible=tuple(_spared(replica, lineage, fleet, tuning) for replica in candidates),
+        eligible=_spared(candidates, lineage, fleet, tuning),
         fleet=fleet,
         rates=rates if rates is not None else rates_of(fleet),
         tuning=tuning,
@@ -90,18 +90,22 @@ def decide(
     return _placed(turn, best, reason, home, ranked, choice.residues)
 
 
-def _spared(replica: Replica, lineage: Lineage, fleet: Fleet, tuning: Tuning) -> Replica:
-    """The replica without the crowd share of a branch whose place the new one takes: an idle one of its own session
+def _spared(candidates: tuple[Replica, ...], lineage: Lineage, fleet: Fleet, tuning: Tuning) -> tuple[Replica, ...]:
+    """The replicas without the crowd share of a branch whose place the new one takes: an idle one of its own session
     that began with the same tools and system prompt, as a history does that was compacted.
     """
     parent = lineage.parent
     if lineage.known is not None or parent is None or parent.in_flight or parent.session != lineage.session:
-        return replica
-    if not is_home(replica, parent.home):
-        return replica
+        return candidates
     share = decay(parent.weight, fleet.now_s - parent.active_at_s, tuning.crowd_half_life_s)
-    crowd = max(0.0, crowd_now(replica.load, fleet.now_s, tuning.crowd_half_life_s) - share)
-    return replace(replica, load=replace(replica.load, crowd=crowd, crowd_at_s=fleet.now_s))
+
+    def spared(replica: Replica) -> Replica:
+        if not is_home(replica, parent.home):
+            return replica
+        crowd = max(0.0, crowd_now(replica.load, fleet.now_s, tuning.crowd_half_life_s) - share)
+        return replace(replica, load=replace(replica.load, crowd=crowd, crowd_at_s=fleet.now_s))
+
+    return tuple(map(spared, candidates))
 
 
 def _reason(

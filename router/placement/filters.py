@@ -19,12 +19,15 @@ def may_take(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tupl
     """Healthy replicas not yet tried for this turn; a cordoned one only for the branches that live there, a draining
     one never.
     """
+    serving, cordoned = Standing.SERVING, Standing.CORDONED
     return tuple(
-        replica
-        for replica in fleet.replicas
-        if replica.healthy
-        and replica.id not in tried
-        and (replica.standing is Standing.SERVING or (replica.standing is Standing.CORDONED and is_home(replica, home)))
+        [
+            replica
+            for replica in fleet.replicas
+            if replica.healthy
+            and replica.id not in tried
+            and (replica.standing is serving or (replica.standing is cordoned and is_home(replica, home)))
+        ]
     )
 
 
@@ -35,7 +38,7 @@ def eligible(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tupl
     ejected.
     """
     allowed = may_take(fleet, home, tried)
-    trusted = tuple(replica for replica in allowed if not replica.ejected and not _on_trial(replica))
+    trusted = tuple([replica for replica in allowed if not replica.ejected and not _on_trial(replica)])
     if trusted:
         return trusted
     return tuple(replica for replica in allowed if not replica.ejected) or allowed
