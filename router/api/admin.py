@@ -42,6 +42,7 @@ STANDINGS: Final = {"cordon": Standing.CORDONED, "drain": Standing.DRAINING, "un
 STAND_TRIES: Final = 10
 DECISIONS_LIMIT: Final = 50
 _ADD_KEYS: Final = ("url", "fleet")
+_DIGITS_MAX: Final = 9
 _PATHS: Final = "/admin/replicas, /admin/decisions, /metrics, /livez, /readyz"
 
 
@@ -174,10 +175,9 @@ class Admin:
         return None
 
     async def _decisions(self, request: web.Request) -> web.Response:
-        try:
-            limit = int(request.query.get("limit", DECISIONS_LIMIT))
-        except ValueError:
-            return _problem(400, "limit must be a whole number")
+        asked = request.query.get("limit", str(DECISIONS_LIMIT))
+        if not (asked.isascii() and asked.isdigit() and len(asked) <= _DIGITS_MAX):
+            return _problem(400, "limit must be a whole number, 0 or more")
         replica, session = request.query.get("replica"), request.query.get("session")
         if session is not None:
             session = session.partition("-")[0]  # as `x-roost-session` shows it, with the tenant's seal behind
@@ -187,7 +187,7 @@ class Admin:
             if (replica is None or record.placed.replica == replica)
             and (session is None or record.turn.session.startswith(session))
         ]
-        return _json({"decisions": found[: max(0, limit)]})
+        return _json({"decisions": found[: int(asked)]})
 
 
 @web.middleware

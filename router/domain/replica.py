@@ -111,7 +111,7 @@ class Replica:
     ejected: bool = False
     """Reachable, but out for failing its turns: takes one only where nobody else may."""
     probation: bool = False
-    """Back after it was ejected or dead: takes one turn at a time until one has succeeded."""
+    """Back after it was ejected or dead: takes one turn at a time until one has said something."""
     joined_at_s: float = 0.0
     """When this incarnation became ready (Unix seconds); start of its slow start."""
     load: Load = ZERO_LOAD

@@ -125,9 +125,7 @@ class Lease:
 
 def lease_of(claim: Claim) -> Lease:
     """The lease that a claim asks for."""
-    return Lease(
-        claim.lease, claim.replica, claim.incarnation, claim.prefill_tokens, claim.locked_tokens, claim.branch
-    )
+    return Lease(claim.lease, claim.replica, claim.incarnation, claim.prefill_tokens, claim.locked_tokens, claim.branch)
 
 
 @dataclass(frozen=True, slots=True)

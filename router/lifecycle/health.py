@@ -8,7 +8,7 @@ with the time. It has no clock and does no I/O: the same tellings give the same 
     unready    it says so: 503 on `/ready`, or a phase other than ready    none; running ones finish
     dead       nobody listens, or it is silent                             none; see *lost*
     ejected    it answers, and `failures` turns in a row failed there      only where nobody else may
-    probation  it was ejected or dead, and no turn has succeeded since     one at a time
+    probation  it was ejected or dead, and no turn has spoken since        one at a time
     well       else                                                        any
 
 - *Busy is not dead.* Silence is `FAILED_PROBES_MAX` probes in a row without an answer while no byte of a turn came for
@@ -20,10 +20,10 @@ with the time. It has no clock and does no I/O: the same tellings give the same 
   no successes either.
 - *Out for longer each time*: `base_s`, doubled at each repeat, `max_s` at most. Each `max_s` in good standing forgets
   one repeat.
-- *Back on probation*, from either way out. The first turn that succeeds makes it well again, a newcomer that is ramped
-  up; the first that fails ejects it again. Turns that began before count for neither. Where no turn of this router gets
-  there (others keep it busy), probation ends after `max_s`. One that succeeds while it is out, for want of another
-  replica, ends that.
+- *Back on probation*, from either way out. The first turn that says something makes it well again, a newcomer that is
+  ramped up, for an answer may take many minutes to end; but until one has succeeded, the first that fails ejects it.
+  Turns that began before count for neither. Where no turn of this router gets there (others keep it busy), probation
+  ends after `max_s`. One that succeeds while it is out, for want of another replica, ends that.
 - *Lost*: dead, and for `silent_s` neither an answer nor a byte came. Turns that run there will hear nothing more,
   though their connections do not know yet.
 
@@ -188,6 +188,12 @@ class Health:
     def turn_began(self) -> None:
         """A turn of this router goes there."""
         self._under_way += 1
+
+    def turn_spoke(self, began_s: float, now_s: float) -> None:
+        """Its first output has come."""
+        if self.state(now_s) is State.PROBATION and began_s >= self._judged_since_s:
+            self._readmit(now_s)
+            self._row = self._rules.failures - 1
 
     def turn_ended(self, verdict: Verdict, began_s: float, now_s: float, *, may_eject: bool) -> bool:
         """It is over. `may_eject`: the fleet can do without this replica. Returns whether it is ejected for this."""

@@ -272,6 +272,7 @@ class Turns:
         """What takes the body in, one call per read: no task wakes up for a chunk."""
         reader, watch, clock = passage.reader, held.fleet.watch, self._clock
         replica = held.record.placed.replica
+        seen = watch.of(replica)
 
         def receive(data: bytes) -> None:
             if opening.closed:
@@ -286,6 +287,7 @@ class Turns:
             watch.bytes_came(replica)
             if passage.first_output_s is None and reader.first_output:
                 passage.first_output_s = clock.monotonic_s()
+                watch.turn_spoke(replica, seen, held.since_s)
                 self._settling.first_output(held)
 
         return receive

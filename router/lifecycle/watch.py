@@ -182,6 +182,12 @@ class Watch:
         seen.health.turn_began()
         return seen
 
+    def turn_spoke(self, replica: str, seen: Seen, began_s: float) -> None:
+        """A turn there has said something for the first time; `began_s`: monotonic time."""
+        now_s = self._clock.monotonic_s()
+        seen.health.turn_spoke(began_s, now_s)
+        self._tell(replica, seen, now_s)
+
     def turn_ended(
         self, replica: str, seen: Seen, end: End, status: int | None, error: UpstreamError | None, began_s: float
     ) -> None:
@@ -237,7 +243,7 @@ class Watch:
             case State.EJECTED:
                 said, level = f"is out for {seen.health.out_for_s(now_s):.3g} s: {seen.why}", logging.WARNING
             case State.PROBATION:
-                said, level = "is back on probation: one turn at a time until one has succeeded", logging.INFO
+                said, level = "is back on probation: one turn at a time until one has said something", logging.INFO
             case State.WELL:
                 said, level = "is ready", logging.INFO
             case _:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from ipaddress import ip_address
+from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from router.settings.problems import Path, Problem
@@ -68,7 +69,34 @@ def cautions(settings: Settings) -> tuple[Problem, ...]:
             )
         )
     found.extend(_credential_cautions(settings))
+    found.extend(_open_door(settings))
+    found.extend(_missing_files(settings))
     return tuple(found)
+
+
+def _open_door(settings: Settings) -> Iterator[Problem]:
+    if settings.listen.host in _ANY_ADDRESS and settings.auth.keys_file is None:
+        yield Problem(
+            ("listen", "host"),
+            f"{settings.listen.host} lets in whoever reaches this machine, since no auth.keys_file says who may",
+            "auth.keys_file (see `roost keys new`), or something in front that checks",
+        )
+
+
+def _missing_files(settings: Settings) -> Iterator[Problem]:
+    """Files that are named and not there: a deployment may bring them later, and the start will want them."""
+    named: list[tuple[Path, str | None]] = [
+        (("admin", "read_token_file"), settings.admin.read_token_file),
+        (("admin", "write_token_file"), settings.admin.write_token_file),
+        (("auth", "keys_file"), settings.auth.keys_file),
+        (("auth", "replica_key_file"), settings.auth.replica_key_file),
+        (("store", "password_file"), settings.store.password_file),
+        (("store", "sentinel_password_file"), settings.store.sentinel_password_file),
+    ]
+    named += [(("fleets", n, "replica_key_file"), fleet.replica_key_file) for n, fleet in enumerate(settings.fleets)]
+    for path, name in named:
+        if name is not None and not File(name).is_file():
+            yield Problem(path, f"there is no file {name} here", "a file that this process can read")
 
 
 def _credential_cautions(settings: Settings) -> Iterator[Problem]:

@@ -261,6 +261,7 @@ async def test_the_admin_api_says_what_is_wrong() -> None:
                 ("POST", "/admin/replicas/nobody:1/drain", None, 404),
                 ("POST", f"/admin/replicas/{fleet[0].id}/explode", None, 404),
                 ("GET", "/admin/decisions?limit=many", None, 400),
+                ("GET", "/admin/decisions?limit=-1", None, 400),
                 ("GET", "/nothing", None, 404),
                 ("PUT", "/admin/replicas", None, 405),
             ]

@@ -105,7 +105,7 @@ async def test_workers_share_bindings_membership_and_one_admin_api(folder: Path)
         assert [each["session"] for each in of_one["decisions"]] == [session] * 4
         assert (await roost.admin("GET", "/admin/decisions?limit=few")) == (
             400,
-            {"error": "limit must be a whole number"},
+            {"error": "limit must be a whole number, 0 or more"},
         )
 
         # A write through the one is known to the other.

@@ -242,7 +242,7 @@ async def test_the_log_says_once_that_a_replica_is_not_ready_and_why(caplog: pyt
         f"{FLEET} is not ready: /ready: refused",
         f"{FLEET} is ready",
         f"{FLEET} is not ready: it says so",
-        f"{FLEET} is back on probation: one turn at a time until one has succeeded",
+        f"{FLEET} is back on probation: one turn at a time until one has said something",
     ]
 
 

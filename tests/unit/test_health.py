@@ -139,6 +139,20 @@ def test_a_turn_under_way_keeps_a_replica_on_probation() -> None:
     assert case.state is State.WELL
 
 
+def test_its_first_output_ends_probation_and_not_that_of_a_turn_from_before() -> None:
+    """An answer may take many minutes to end, and one turn at a time would be all that a replica gets till then."""
+    case = Case().out().after(5).see(UP)
+    case.health.turn_began()
+    states = []
+    for began_s in (case.now_s - 60, case.now_s):
+        case.health.turn_spoke(began_s, case.now_s)
+        states.append(case.state)
+    assert case.health.member_for_s(case.now_s) == 0
+    case.health.turn_ended(BAD, case.now_s, case.now_s, may_eject=True)
+    states.append(case.state)
+    assert states == [State.PROBATION, State.WELL, State.EJECTED], "until one has succeeded, one failure is enough"
+
+
 def test_each_repeat_is_longer_and_good_standing_forgets_them() -> None:
     case = Case().out()
     waits = []

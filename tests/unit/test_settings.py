@@ -16,9 +16,12 @@ from pydantic import BaseModel, ValidationError
 
 from router.domain import replica as domain
 from router.settings import (
+    Admin,
+    Auth,
     ConfigError,
     Flags,
     Fleet,
+    Listen,
     Profile,
     Settings,
     Store,
@@ -755,7 +758,31 @@ def test_one_secret_has_one_source_and_a_replica_gets_one_key(file: Path, text: 
     assert told.startswith(f"{key}: ")
 
 
+def test_files_that_are_named_and_not_there_are_cautioned_all_of_them(tmp_path: Path) -> None:
+    """`roost config check` then says more than "fine", and the start finds them one by one."""
+    absent = str(tmp_path / "absent")
+    (present := tmp_path / "present").write_text("k")
+    settings = Settings(
+        admin=Admin(read_token_file=absent, write_token_file=str(present)),
+        auth=Auth(keys_file=absent, replica_key_file=absent),
+        store=Store(kind="redis", url="redis://r:6379/0", password_file=absent),
+        fleets=(Fleet(name="f", replica_key_file=absent),),
+    )
+    assert [caution.key for caution in cautions(settings)] == [
+        "admin.read_token_file",
+        "auth.keys_file",
+        "auth.replica_key_file",
+        "store.password_file",
+        "fleets[0].replica_key_file",
+    ]
+
+
+def test_letting_everybody_in_is_cautioned() -> None:
+    assert [caution.key for caution in cautions(Settings(listen=Listen(host="0.0.0.0")))] == ["listen.host"]
+
+
 def test_showing_replicas_the_tenants_keys_is_cautioned(file: Path) -> None:
     """Nothing forbids it: the replicas may be the operator's own and check them once more."""
-    settings = load(_write(file, "auth: {keys_file: k, client_credentials: pass}"), {})
+    (keys := file.with_name("keys.yaml")).write_text("")
+    settings = load(_write(file, f"auth: {{keys_file: {keys}, client_credentials: pass}}"), {})
     assert [caution.key for caution in cautions(settings)] == ["auth.client_credentials"]

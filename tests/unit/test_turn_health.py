@@ -354,10 +354,10 @@ async def test_each_change_of_state_is_one_log_line_and_each_ejection_is_counted
     fleet.observed("r0:1", UP)
     assert [record.getMessage().removeprefix(f"replica r0:1 of fleet {FLEET} ") for record in caplog.records] == [
         "is out for 5 s: its turns fail, the last one so: connection lost",
-        "is back on probation: one turn at a time until one has succeeded",
+        "is back on probation: one turn at a time until one has said something",
         "is ready",
         "is not ready: nobody listens",
-        "is back on probation: one turn at a time until one has succeeded",
+        "is back on probation: one turn at a time until one has said something",
     ]
     assert counted == [(FLEET, "r0:1", "turns"), (FLEET, "r0:1", "dead")]
 
