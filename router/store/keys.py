@@ -1,6 +1,6 @@
 """Every key of the store, in one table.
 
-`<base>` is `{prefix}:{<fleet>}:v1:` where the braces around the fleet's name are part of the key: Redis Cluster hashes
+`<base>` is `{prefix}:{<fleet>}:v2:` where the braces around the fleet's name are part of the key: Redis Cluster hashes
 only what stands between them, so all keys of a fleet share one slot and one script may touch them all.
 
 | key                 | type   | holds                                                    | TTL                        |
@@ -45,6 +45,9 @@ __all__ = [
 SCHEMA = "2"
 """Version of this table. Change it with any change here or in `codec` that an older router would misread."""
 
+_PART = b"}:v%b:" % SCHEMA.encode()
+"""Between a fleet's name and the rest of its keys: whatever an older Roost left there is not met."""
+
 HEADS_KEPT = 8
 """Heads a session remembers (count), newest first."""
 
@@ -73,7 +76,7 @@ _TYPES = {
 
 def key_type(key: bytes) -> bytes:
     """The type that a key of the table has, as Redis' TYPE names it."""
-    return _TYPES.get(key.rpartition(b"}:v1:")[2], b"string")
+    return _TYPES.get(key.rpartition(_PART)[2], b"string")
 
 
 class FleetKeys:
@@ -85,7 +88,7 @@ class FleetKeys:
         if not fleet:
             raise ValueError("a fleet needs a name: without one its keys would share no hash tag")
         name = fleet.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
-        self.base = f"{prefix}:{{{name}}}:v1:".encode()
+        self.base = f"{prefix}:{{{name}".encode() + _PART
         self.load = self.base + b"load"
         self.beliefs = self.base + b"beliefs"
         self.lives = self.base + b"lives"

@@ -5,7 +5,7 @@
 | `<tenant>permits` | zset   | permit, scored with the Unix ms at which it expires | the permits'             |
 | `<tenant>rate`    | string | microseconds: `next_arrival` of the tenant          | until it is of no use    |
 
-`<tenant>` is `{prefix}:{tenant:<name>}:v1:`: each tenant has a hash tag, and so a slot of Redis Cluster, of its own. A
+`<tenant>` is `{prefix}:{tenant:<name>}:v2:`: each tenant has a hash tag, and so a slot of Redis Cluster, of its own. A
 permit is a set's member, so a count cannot go below zero, giving one back twice does nothing, and a router that dies
 takes its permits with it within their TTL.
 """
@@ -56,7 +56,7 @@ class RedisPermits:
         return self._key(tenant, "permits")
 
     def _key(self, tenant: str, what: str) -> bytes:
-        return f"{self._prefix}:{{tenant:{tenant}}}:v1:{what}".encode()
+        return f"{self._prefix}:{{tenant:{tenant}}}:v2:{what}".encode()
 
 
 class MemoryPermits:

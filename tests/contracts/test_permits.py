@@ -175,5 +175,5 @@ async def test_all_keys_of_a_tenant_share_one_hash_tag_and_expire(request: pytes
     async with redis_world(request.getfixturevalue(f"{kind}_url")) as world:
         await take(permits_of(world), "p", TenantLimits(60, 3))
         keys = [key async for key in world.raw.scan_iter(match="p:*")]
-        assert sorted(keys) == [b"p:{tenant:acme}:v1:permits", b"p:{tenant:acme}:v1:rate"]
+        assert sorted(keys) == [b"p:{tenant:acme}:v2:permits", b"p:{tenant:acme}:v2:rate"]
         assert all([0 < await world.raw.pttl(key) <= 60_000 for key in keys])

@@ -81,7 +81,7 @@ async def test_a_record_is_compared_by_what_it_says_and_not_by_its_spelling(worl
     """A hand, or another version with a field more, may have written it."""
     if world.has_server:
         spelt = json.loads(pack_member(R2)) | {"later": [1]}
-        await world.raw.hset(f"roost:{{{FLEET}}}:v1:members", R2.id, json.dumps(spelt, indent=1, sort_keys=True))
+        await world.raw.hset(f"roost:{{{FLEET}}}:v2:members", R2.id, json.dumps(spelt, indent=1, sort_keys=True))
     else:
         await world.store.put_member(FLEET, R2)
     assert (await world.store.members(FLEET)).members == (R2,)

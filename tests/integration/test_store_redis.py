@@ -109,7 +109,7 @@ async def test_a_key_of_the_wrong_type_is_named_and_nothing_is_written(
         calls[:2] if name == "held" else calls
     ):  # without a lease that is due, a fetch does not read what they hold
         with pytest.raises(
-            StoreForeign, match=rf"roost:{{m}}:v1:{name} holds a string where Roost keeps a (hash|zset)"
+            StoreForeign, match=rf"roost:{{m}}:v2:{name} holds a string where Roost keeps a (hash|zset)"
         ):
             await call()
     assert set(await raw.keys("roost:{m}:*")) == {key}
@@ -123,7 +123,7 @@ async def test_a_wrong_type_among_the_membership_is_named(fleet: Fleet, raw: red
         "reports": lambda: fleet.world.store.put_report(FLEET, "r1", b"", 1.0),
         "beliefs": lambda: fleet.world.store.remove_member(FLEET, "r1"),
     }
-    with pytest.raises(StoreForeign, match=f"v1:{name} holds a string"):
+    with pytest.raises(StoreForeign, match=f"v2:{name} holds a string"):
         await calls[name]()
 
 
