@@ -42,6 +42,11 @@ PROVED_BY: dict[str, tuple[str, ...]] = {
         "integration/test_health.py::test_a_host_that_takes_no_connection_is_a_silent_one",
         "unit/test_turn_health.py::test_where_nobody_is_well_turns_wait_on",
     ),
+    "a request that is no turn waits at a lost replica": (
+        "unit/test_passage.py::test_who_waits_at_a_lost_replica_is_told",
+        "unit/test_passage.py::test_what_acts_on_an_engine_waits_on_though_no_probe_is_answered",
+        "integration/test_health.py::test_of_what_is_no_turn_only_what_acts_on_an_engine_waits_at_a_lost_replica",
+    ),
     "a replica streams but misses its probes": (
         "integration/test_health.py::test_a_replica_that_streams_keeps_its_sessions_though_no_probe_is_answered",
     ),
@@ -89,6 +94,9 @@ PROVED_BY: dict[str, tuple[str, ...]] = {
         "integration/test_shutdown.py::test_idle_connections_do_not_hold_it_up",
         "integration/test_admission.py::test_a_stopping_router_sends_the_waiting_away",
         "integration/test_workers.py::test_sigterm_lets_running_streams_finish",
+    ),
+    "a part of a router fails": (
+        "unit/test_main.py::test_a_router_one_of_whose_loops_fails_says_so_at_once_and_stops",
     ),
     "a worker dies": (
         "integration/test_workers.py::test_a_killed_worker_is_replaced_and_its_counts_stay",
