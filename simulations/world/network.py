@@ -236,6 +236,8 @@ class _Exchange:
         except RoostError as error:
             wires.over(self, name, url, error.code)
             raise
+        finally:
+            response.leave()
         wires.over(self, name, url, "clean")
 
     async def _ended(self) -> None:

@@ -93,6 +93,10 @@ class Response:
         self._receive = receive
         self._pass_on()
 
+    def leave(self) -> None:
+        """Nobody reads on: what would is let go of, and with it the whole turn, without a garbage collector."""
+        self._receive = None
+
     def let_go(self) -> None:
         """The network passes on what it kept."""
         self.held_back = False
