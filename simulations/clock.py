@@ -127,7 +127,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """See `asyncio.loop.call_later`."""
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+        when = self._now_s + delay
+        timer = _Timer(when, callback, args, self, context)
+        self._numbers += 1
+        heappush(self._scheduled, (when, self._numbers, timer))
+        return timer
 
     def call_at(
         self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: contextvars.Context | None = None

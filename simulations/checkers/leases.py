@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from router.domain.replica import Load
 from router.store.keys import SWEEP_MAX
 from simulations.seen import (
     Breach,
@@ -41,6 +42,8 @@ class _Life:
     prefill_tokens: int = 0
     locked_tokens: int = 0
     admitted_tokens: int = 0
+    agreed: Load | None = None
+    """The store's word that was found right, until something here changes."""
 
 
 @dataclass(slots=True)
@@ -93,6 +96,7 @@ class LeasesAddUp:
         self._take(claim.lease, life, claim.prefill_tokens, claim.locked_tokens, until_ms)
 
     def _take(self, name: str, life: _Life, prefill_tokens: int, locked_tokens: int, until_ms: int) -> None:
+        life.agreed = None
         life.in_flight += 1
         life.prefill_tokens += prefill_tokens
         life.locked_tokens += locked_tokens
@@ -101,6 +105,7 @@ class LeasesAddUp:
 
     def _give_back(self, lease: _Lease) -> None:
         life = lease.life
+        life.agreed = None
         life.in_flight -= 1
         life.prefill_tokens -= lease.prefill_tokens
         life.locked_tokens -= lease.locked_tokens
@@ -108,6 +113,7 @@ class LeasesAddUp:
     def _progressed(self, _: float, event: Progressed) -> None:
         lease = self._leases.get(event.lease)
         if lease is not None:
+            lease.life.agreed = None
             lease.life.prefill_tokens -= lease.prefill_tokens
             lease.prefill_tokens = 0
 
@@ -138,6 +144,8 @@ class LeasesAddUp:
         lives, incarnations = self._lives, view.incarnations
         for replica, load in view.loads.items():
             life = lives.get(replica)
+            if life is not None and load is life.agreed and incarnations[replica] == life.incarnation:
+                continue  # the very same value as at the last reading, and no lease came or went
             if life is None:
                 life = lives[replica] = _Life(incarnations[replica])
             if (
@@ -149,7 +157,7 @@ class LeasesAddUp:
                 raise Breach(self.rule, f"the store says {load} of {replica} ({incarnations[replica]}), leases {life}")
             if load.admitted_tokens < life.admitted_tokens:
                 raise Breach(self.rule, f"{replica} had admitted {life.admitted_tokens} tokens, now {load}")
-            life.admitted_tokens = load.admitted_tokens
+            life.admitted_tokens, life.agreed = load.admitted_tokens, load
         if len(view.loads) != len(lives):
             raise Breach(self.rule, f"the store has no load of {sorted(lives.keys() - view.loads.keys())}")
 

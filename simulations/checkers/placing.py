@@ -91,7 +91,7 @@ class BranchesStay:
         if placed.candidates[0].replica != placed.replica:
             raise Breach(self.rule, f"{_told(record)}, not to its first choice {placed.candidates[0].replica}")
         if placed.reason is not Reason.STORED:
-            least_s = min(cost.total_s for cost in placed.candidates)
+            least_s = min([cost.total_s for cost in placed.candidates])
             if placed.candidates[0].total_s > least_s + _TIE_S:
                 raise Breach(
                     self.rule, f"{_told(record)} at {placed.candidates[0].total_s} s, there is one at {least_s}"
