@@ -59,11 +59,11 @@ def rendezvous_weight(key: str, replica_id: str) -> int:
 def _costs(choice: Choice) -> dict[str, Cost]:
     home = choice.home
     there = choice.fleet.get(home.replica) if home is not None else None
-    bound = there is not None and is_home(there, home)
+    bound_to = there.id if there is not None and is_home(there, home) else None
     turn, residues, rates, fleet, tuning = choice.turn, choice.residues, choice.rates, choice.fleet, choice.tuning
     return {
         replica.id: cost(
-            turn, residues, replica, rates, fleet, tuning, bound_elsewhere=bound and not is_home(replica, home)
+            turn, residues, replica, rates, fleet, tuning, bound_elsewhere=bound_to not in (None, replica.id)
         )
         for replica in choice.eligible
     }
