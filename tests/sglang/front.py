@@ -39,6 +39,7 @@ class Roost:
         ]
         env = {name: value for name, value in os.environ.items() if not name.startswith("ROOST_")}
         env["ROOST_TIMEOUTS__READY_LAG_S"] = "0"  # no load balancer is to see it leave
+        env["ROOST_STORE__TIMEOUT_S"] = "2"  # engines take all cores now and then: a busy machine is no slow store
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
         try:
