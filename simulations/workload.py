@@ -23,7 +23,7 @@ of it are drawn again; the split of a head into tools and system (12.3k and 2.5k
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from simulations.trace import Kind, Ref, Run, Session, Trace, Tree
@@ -88,7 +88,7 @@ class _Drawn:
         subagents: list[Session] = []
         steps = [Step(Kind.START, ())]
         self._go_on(name, steps, _drawn_count(dice, SESSION_TURNS) - 1, subagents)
-        turns = self._turns(name, head, steps)
+        turns = self._turns(name, head, len(steps), steps.__getitem__)
         sessions = [_session(name, turns, head, None), *subagents]
         if dice.random() < _COPIED:
             sessions.append(self._copy(name, turns, head))
@@ -98,14 +98,15 @@ class _Drawn:
         self,
         name: str,
         head: Head,
-        steps: Sequence[Step],
+        count: int,
+        step: Callable[[int], Step],
         first_tokens: tuple[float, float] | None = None,
         origin: tuple[Ref, DrawnTurns] | None = None,
     ) -> DrawnTurns:
         first_block = self._sessions * _BLOCKS_APART
         self._sessions += 1
         seed = f"{self._seed}/{name}"
-        return DrawnTurns(seed, self._shape, name, head, steps, first_block, first_tokens, origin)
+        return DrawnTurns(seed, self._shape, name, head, count, step, first_block, first_tokens, origin)
 
     def _blocks(self, tokens: float) -> Run:
         run = Run(self._next_block, max(round(tokens / BLOCK_TOKENS), 1))
@@ -143,17 +144,19 @@ class _Drawn:
 
     def _agent(self, name: str, spawned: Ref) -> Session:
         head = self._dice.choice(self._agent_heads)
-        steps = [Step(Kind.SPAWN, (spawned,))]
-        more = _drawn_count(self._dice, _AGENT_TURNS) - 1
-        steps += [Step(Kind.TOOL, (Ref(name, number),)) for number in range(more)]
-        return _session(name, self._turns(name, head, steps, _AGENT_FIRST_TOKENS), head, spawned)
+
+        def step(number: int) -> Step:
+            return Step(Kind.TOOL, (Ref(name, number - 1),)) if number else Step(Kind.SPAWN, (spawned,))
+
+        turns = self._turns(name, head, _drawn_count(self._dice, _AGENT_TURNS), step, _AGENT_FIRST_TOKENS)
+        return _session(name, turns, head, spawned)
 
     def _copy(self, root: str, turns: DrawnTurns, head: Head) -> Session:
         """A session that goes on from one of the root's turns."""
         name, ref = f"{root}/copy", Ref(root, self._dice.randrange(len(turns)))
         steps = [Step(Kind.HUMAN, (ref,))]
         self._go_on(name, steps, _drawn_count(self._dice, SESSION_TURNS) - 1)
-        return _session(name, self._turns(name, head, steps, origin=(ref, turns)), head, ref)
+        return _session(name, self._turns(name, head, len(steps), steps.__getitem__, origin=(ref, turns)), head, ref)
 
 
 def _session(name: str, turns: DrawnTurns, head: Head, parent: Ref | None) -> Session:

@@ -6,7 +6,7 @@ See `simulations.workload`, which says what of them is a fact, and whose they ar
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
@@ -75,19 +75,22 @@ class DrawnTurns(Sequence[Turn]):
         shape: Shape,
         name: str,
         head: Head,
-        steps: Sequence[Step],
+        count: int,
+        step: Callable[[int], Step],
         first_block: int,
         first_tokens: tuple[float, float] | None = None,
         origin: tuple[Ref, DrawnTurns] | None = None,
     ) -> None:
-        """`first_tokens`: bounds of the first prompt, where it is not drawn from the table. `origin`: the turn that
-        it goes on from, and the session that has it; else it begins with `head`.
+        """`step`: what is known of each of the `count` turns. `first_tokens`: bounds of the first prompt, where it is
+        not drawn from the table. `origin`: the turn that it goes on from, and the session that has it; else it begins
+        with `head`.
         """
         self._seed = seed
         self._shape = shape
         self._name = name
         self._head = head
-        self._steps = steps
+        self._count = count
+        self._step = step
         self._next_block = first_block
         self._first_bounds = first_tokens
         self._origin = origin
@@ -95,7 +98,7 @@ class DrawnTurns(Sequence[Turn]):
         self._dice: random.Random | None = None
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Turn: ...
@@ -124,7 +127,7 @@ class DrawnTurns(Sequence[Turn]):
         if dice is None:
             dice = self._dice = random.Random(self._seed)  # noqa: S311 (a workload needs no secrecy)
         number = len(self._turns)
-        step = self._steps[number]
+        step = self._step(number)
         if number:
             return self._following(dice, step, Ref(self._name, number - 1), self._turns[-1])
         if self._origin is not None:
