@@ -44,6 +44,8 @@ class Wellness:
     _incarnations: dict[str, str] = field(default_factory=dict)
     _changed_at_s: dict[str, float] = field(default_factory=dict)
     """By replica: when its record last changed."""
+    _removed_ones: set[str] = field(default_factory=set)
+    """Taken out of the fleet, and not put back."""
 
     def watches(self) -> Mapping[type, Callable[..., None]]:
         """See `Onlooker`."""
@@ -84,6 +86,7 @@ class Wellness:
         member = event.member
         if not event.put:
             return
+        self._removed_ones.discard(member.id)
         before = self._standing.get(member.id, (Standing.SERVING, _FAR_BACK_S, Standing.SERVING))
         if before[0] is not member.standing:
             self._standing[member.id] = (member.standing, at_s, before[0])
@@ -94,6 +97,7 @@ class Wellness:
 
     def _removed(self, at_s: float, event: MemberRemoved) -> None:
         self._standing.pop(event.replica, None)
+        self._removed_ones.add(event.replica)
         self._changed_at_s[event.replica] = at_s
 
     def _flushed(self, at_s: float, _: Flushed) -> None:
@@ -114,6 +118,7 @@ class Wellness:
             and at_s - self._any_well_at_s.get(url, _FAR_BACK_S) < _LONG_S
             and at_s - self._changed_at_s.get(replica, _FAR_BACK_S) > _NEWS_S
             and self._lives.get(url) == incarnation
+            and replica not in self._removed_ones
             and self._standing.get(replica, (Standing.SERVING, 0.0, None))[0] is not Standing.DRAINING
         )
 

@@ -10,18 +10,21 @@ from dataclasses import replace
 
 import pytest
 
+from router.discovery.observation import Observation
 from router.domain.decision import Cost
 from router.domain.errors import UpstreamBroken
 from router.domain.replica import Fleet, Replica
 from router.domain.session import Binding
-from router.domain.shared import Acquired, Claim, Settlement, Stale
+from router.domain.shared import Acquired, Claim, Member, Settlement, Stale
 from router.lifecycle import placing, settling
 from router.lifecycle.opening import Opening
 from router.lifecycle.remembered import Remembered
 from router.placement import decide, filters, policy
 from router.placement.policy import Choice
 from router.store import memory
+from simulations.checkers.wellness import Wellness
 from simulations.faults import Fault, Kind
+from simulations.seen import MemberPut, MemberRemoved, Probed
 from simulations.simulate import Report, simulate
 from simulations.world import Scenario, World, network
 from simulations.world.storage import SharedStore
@@ -236,3 +239,19 @@ def test_a_beginning_that_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each end has its start."""
     monkeypatch.setattr(placing, "TurnStarted", lambda *_: None)
     assert rule(CALM) == "one story each"
+
+
+def test_a_replica_that_was_taken_out_is_not_well_until_it_is_put_back() -> None:
+    """Seed 134937979: a client thought for a minute, and its branch's home had been removed meanwhile."""
+    wellness = Wellness()
+    watch = wellness.watches()
+    member = Member("r0", "http://r0", "admin", incarnation="life")
+    seen = Observation(reachable=True, ready=True, incarnation="life")
+    watch[MemberPut](0.0, MemberPut("a#0", 0.0, member, put=True))
+    watch[Probed](200.0, Probed("a#0", "http://r0", seen))
+    assert wellness.well(210.0, "a#0", "http://r0", "r0", "life")
+    watch[MemberRemoved](211.0, MemberRemoved("a#0", 211.0, "r0"))
+    assert not wellness.well(300.0, "a#0", "http://r0", "r0", "life")
+    watch[MemberPut](301.0, MemberPut("a#0", 301.0, member, put=True))
+    watch[Probed](365.0, Probed("a#0", "http://r0", seen))
+    assert wellness.well(372.0, "a#0", "http://r0", "r0", "life")
