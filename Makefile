@@ -105,7 +105,7 @@ bench: install ## What placing a turn costs here: identify, decide, store round 
 
 # How long things go wrong. Seeds are drawn; SOAK_ARGS="--seed N" repeats one.
 MINUTES ?= 30
-soak: install ## Two routers, Redis and six simulated replicas under faults (MINUTES=30, SOAK_ARGS="--json FILE").
+soak: install ## Two routers, Redis and six simulated replicas under faults (MINUTES=30, SOAK_ARGS="--json FILE --plot FILE.png").
 	$(PY) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 SECONDS ?= 600

@@ -20,9 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from simulations.picture import require
 from tests.soak.checks import Checks, Violations
 from tests.soak.clients import Clients
 from tests.soak.faults import Faults
+from tests.soak.picture import draw
 from tests.soak.stage import redis_server, stage
 
 
@@ -162,11 +164,14 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=24, help="conversations at once")
     parser.add_argument("--seed", type=int, default=None, help="of faults and clients; drawn by default")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write every figure and sample there")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE.png", help="draw it (needs matplotlib)")
     parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep the logs of all processes there")
     asked = parser.parse_args()
     if redis_server() is None:
         sys.stderr.write("no redis-server and no valkey-server on PATH: apt-get install redis-server\n")
         return 2
+    if asked.plot is not None:
+        require()
     seed = random.SystemRandom().randrange(1 << 31) if asked.seed is None else asked.seed
     console = Console()
     with tempfile.TemporaryDirectory(prefix="roost-soak-") as folder:
@@ -177,6 +182,8 @@ def main() -> int:
                 shutil.copytree(folder, asked.keep, dirs_exist_ok=True)
     if asked.json is not None:
         asked.json.write_text(json.dumps(figures, indent=1))
+    if asked.plot is not None:
+        draw(asked.plot, figures)
     _show(figures, console)
     bad = len(figures["violations"])
     again = f"python -m tests.soak --minutes {asked.minutes:g} --sessions {asked.sessions} --seed {seed}"
