@@ -185,8 +185,9 @@ class Health:
         """A response byte came."""
         self._bytes_s = now_s
 
-    def turn_began(self) -> None:
+    def turn_began(self, now_s: float) -> None:
         """A turn of this router goes there."""
+        self._move_on(now_s)
         self._under_way += 1
 
     def turn_spoke(self, began_s: float, now_s: float) -> None:

@@ -179,7 +179,7 @@ class Watch:
     def turn_began(self, replica: str) -> Seen:
         """A turn of this router has its place there. Exactly one `turn_ended` with what this returns follows."""
         seen = self.of(replica)
-        seen.health.turn_began()
+        seen.health.turn_began(self._clock.monotonic_s())
         return seen
 
     def turn_spoke(self, replica: str, seen: Seen, began_s: float) -> None:
