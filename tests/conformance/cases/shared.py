@@ -115,7 +115,7 @@ async def killed_router(rig: Rig) -> None:
 
 
 @rule(
-    "While its Redis accepts and answers nothing, a router serves and keeps known sessions in place; then and afterwards.",
+    "While its Redis accepts and answers nothing, a router serves and keeps known sessions in place, then and later.",
     "https://github.com/BerriAI/litellm/pull/35273",
     needs=[Can.SESSIONS, Can.STORE],
     limit_s=60,
