@@ -405,7 +405,11 @@ def _probe(spec: FleetSpec, session: ClientSession) -> Probe:
 
 
 def _keys(settings: Settings) -> KeysFile | None:
-    return KeysFile(Path(settings.auth.keys_file)) if settings.auth.keys_file is not None else None
+    if settings.auth.keys_file is None:
+        return None
+    keys = KeysFile(Path(settings.auth.keys_file))
+    log.info("keys read: %d tenants, %d keys", len(keys.ring.tenants), len(keys.ring))
+    return keys
 
 
 def _permits(store: Store, settings: Settings, clock: Clock) -> Permits:
