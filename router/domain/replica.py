@@ -112,6 +112,8 @@ class Replica:
     """Reachable, but out for failing its turns: takes one only where nobody else may."""
     probation: bool = False
     """Back after it was ejected or dead: takes one turn at a time until one has said something."""
+    unseen: bool = False
+    """This router has not looked at it yet, and another one has recorded its life: it takes its own branches only."""
     joined_at_s: float = 0.0
     """When this incarnation became ready (Unix seconds); start of its slow start."""
     load: Load = ZERO_LOAD

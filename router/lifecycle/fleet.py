@@ -345,6 +345,7 @@ class FleetRuntime:
             capacity=self._room(member, report),
             standing=standing,
             healthy=state.usable,
+            unseen=state is State.UNKNOWN and bool(member.incarnation),
             ejected=state is State.EJECTED,
             probation=state is State.PROBATION,
             joined_at_s=joined_at_s,

@@ -387,5 +387,5 @@ def _session_home(facts: Facts, view: View, lineage: Lineage, snapshot: Fleet) -
     if home is None:
         return None
     replica = snapshot.get(home.replica)
-    serves = replica is not None and replica.healthy and not replica.ejected
+    serves = replica is not None and (replica.healthy or replica.unseen) and not replica.ejected
     return home if serves and replica is not None and replica.incarnation == home.incarnation else None

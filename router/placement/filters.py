@@ -16,17 +16,19 @@ def is_home(replica: Replica, home: Binding | None) -> bool:
 
 
 def may_take(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tuple[Replica, ...]:
-    """Healthy replicas not yet tried for this turn; a cordoned one only for the branches that live there, a draining
-    one never.
+    """Healthy replicas not yet tried for this turn; a cordoned one, and one that was not looked at yet, only for the
+    branches that live there; a draining one never.
     """
-    serving, cordoned = Standing.SERVING, Standing.CORDONED
+    serving, draining = Standing.SERVING, Standing.DRAINING
     return tuple(
         [
             replica
             for replica in fleet.replicas
-            if replica.healthy
-            and replica.id not in tried
-            and (replica.standing is serving or (replica.standing is cordoned and is_home(replica, home)))
+            if replica.id not in tried
+            and (
+                (replica.healthy and replica.standing is serving)
+                or ((replica.healthy or replica.unseen) and replica.standing is not draining and is_home(replica, home))
+            )
         ]
     )
 

@@ -366,6 +366,26 @@ def test_a_stored_response_is_continued_at_its_cordoned_holder(count: int, token
 
 
 @FEW
+@given(st.integers(2, 8), st.integers(1, 200_000))
+def test_a_replica_that_was_not_looked_at_yet_takes_its_own_branches_and_no_others(count: int, tokens: int) -> None:
+    """A router that missed how a replica came (the store was away) must not take the homes there for gone."""
+    unseen = replica(0, healthy=False, unseen=True)
+    others = [replica(number) for number in range(1, count)]
+    turn, known = a_turn(tokens, fork=False), lineage(resident_branch("r0", tokens))
+    at_home = decide(turn, known, fleet(unseen, *others), "roost", Tuning())
+    assert isinstance(at_home, Placed)
+    assert (at_home.replica, at_home.reason) == ("r0", Reason.HOME)
+    new = decide(a_turn(tokens, fork=True), lineage(None), fleet(unseen, *others), "roost", Tuning())
+    assert isinstance(new, Placed)
+    assert new.replica != "r0"
+    assert isinstance(decide(a_turn(tokens, fork=True), lineage(None), fleet(unseen), "roost", Tuning()), Refused)
+    draining = replace(unseen, standing=Standing.DRAINING)
+    gone = decide(turn, known, fleet(draining, *others), "roost", Tuning())
+    assert isinstance(gone, Placed)
+    assert gone.replica != "r0"
+
+
+@FEW
 @given(fleets(), st.integers(1, 500_000), st.booleans())
 def test_every_cost_is_finite_and_no_term_is_negative(replicas: list[Replica], tokens: int, fork: bool) -> None:
     """Seconds are seconds, whatever was believed."""

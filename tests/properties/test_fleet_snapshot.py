@@ -192,6 +192,7 @@ def plain(fleet: FleetRuntime, member: Member, view: View, now_s: float, *, blin
         healthy=state in (State.WELL, State.PROBATION, State.EJECTED),
         ejected=state is State.EJECTED,
         probation=state is State.PROBATION,
+        unseen=state is State.UNKNOWN and member.incarnation != "",
         joined_at_s=max(joined_at_s, view.now_s - health.member_for_s(now_s)),
         load=Load(in_flight=health.under_way) if blind else load,
         beliefs=view.beliefs.get(member.id) or Beliefs(),

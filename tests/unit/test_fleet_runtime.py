@@ -73,6 +73,19 @@ async def test_a_router_is_not_ready_before_it_has_looked_at_all_replicas() -> N
     assert fleet.ready()
 
 
+async def test_a_member_that_was_not_looked_at_is_known_by_what_another_router_recorded() -> None:
+    """A store that was away while replicas joined, and is back: their branches stay (seed 100772540)."""
+    watch, fleet = await one_replica()
+    await look(fleet, UP)
+    await watch.store.put_member(FLEET, Member("r1:1", "http://r1:1", "admin", incarnation="life"))
+    await watch.store.put_member(FLEET, Member("r2:1", "http://r2:1", "admin"))
+    await fleet.refresh()
+    seen = {each.id: (each.healthy, each.unseen) for each in fleet.snapshot(await watch.view()).replicas}
+    assert seen == {"r0:1": (True, False), "r1:1": (False, True), "r2:1": (False, False)}
+    await look(fleet, SILENT, member="r1:1")
+    assert not any(each.unseen for each in fleet.snapshot(await watch.view()).replicas)
+
+
 async def test_a_router_without_configured_replicas_looks_at_all_that_are_on_record_too() -> None:
     """Asked whether it is ready before it has read the membership, it has not looked at everybody."""
     watch = Watch()
