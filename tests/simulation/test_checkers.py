@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 
 from router.discovery.observation import Observation
-from router.domain.decision import Cost
+from router.domain.decision import Cost, Residency
 from router.domain.errors import UpstreamBroken
 from router.domain.replica import Fleet, Replica
-from router.domain.session import Binding
-from router.domain.shared import Acquired, Claim, Member, Settlement, Stale
+from router.domain.session import Binding, Branch, Residue
+from router.domain.shared import Acquired, Ask, Claim, Member, Settlement, Stale, View
 from router.lifecycle import placing, settling
 from router.lifecycle.opening import Opening
 from router.lifecycle.remembered import Remembered
-from router.placement import decide, filters, policy
+from router.placement import cost, decide, filters, policy, residency
 from router.placement.policy import Choice
 from router.store import memory
 from simulations.checkers.wellness import Wellness
@@ -255,3 +255,44 @@ def test_a_replica_that_was_taken_out_is_not_well_until_it_is_put_back() -> None
     watch[MemberPut](301.0, MemberPut("a#0", 301.0, member, put=True))
     watch[Probed](365.0, Probed("a#0", "http://r0", seen))
     assert wellness.well(372.0, "a#0", "http://r0", "r0", "life")
+
+
+def test_a_store_that_mixes_tenants_up() -> None:
+    """It answers a question about one prompt with whatever branch it was last asked for."""
+
+    class Mixed(SharedStore):
+        last: Branch | None = None
+
+        async def fetch(self, fleet: str, ask: Ask) -> View:
+            view = await super().fetch(fleet, ask)
+            if view.branch is not None:
+                self.last = view.branch
+            elif self.last is not None and ask.boundaries:
+                view = replace(view, branch=self.last, depth=0)
+            return view
+
+    assert rule(CALM, Mixed) == "tenants apart"
+
+
+def test_a_belief_that_nothing_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the branch shares with the prompt cannot be cached."""
+    believed = residency.residency
+
+    def more(residues: tuple[Residue, ...], at: Replica, shared_tokens: int) -> Residency:
+        held = believed(residues, at, shared_tokens)
+        return replace(held, device_tokens=held.device_tokens + 1 if held.device_tokens else 0)
+
+    monkeypatch.setattr(cost, "residency", more)
+    assert rule(CALM) == "believes no more"
+
+
+def test_a_router_that_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the store does, a turn is not kept waiting for its place."""
+    fetch = placing.Placing._fetch
+
+    async def late(self: placing.Placing, fleet: str, ask: Ask) -> View:
+        await asyncio.sleep(6.0)
+        return await fetch(self, fleet, ask)
+
+    monkeypatch.setattr(placing.Placing, "_fetch", late)
+    assert rule(CALM) == "placed soon"
