@@ -30,12 +30,14 @@ def fuzz(asked: Asked, *, seconds: float, first_seed: int, shrink: int) -> int:
     began, told = time.monotonic(), time.monotonic()
     count, turns, events = 0, 0, 0
     happened: Counter[str] = Counter()
-    room = threading.Semaphore(os.cpu_count() or 1)
+    room, over = threading.Semaphore(os.cpu_count() or 1), threading.Event()
     work = ((asked, seed) for seed in _seeds(first_seed))
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begun, maxtasksperchild=_RECYCLED) as pool:
-        for report in pool.imap_unordered(_played, _until(work, room, until)):
+        for report in pool.imap_unordered(_played, _until(work, room, over, until)):
             room.release()
             if report.failure is not None:
+                over.set()
+                room.release()  # the pool's thread that hands out work may wait for room, and would hold up its end
                 pool.terminate()
                 typer.echo(f"{count} seeds held before this one")
                 broken(asked, report, shrink=shrink)
@@ -64,11 +66,13 @@ def _seeds(first: int) -> Iterator[int]:
         yield dice.randrange(_SEEDS)
 
 
-def _until(work: Iterator[tuple[Asked, int]], room: threading.Semaphore, until: float) -> Iterator[tuple[Asked, int]]:
-    """Hand out work, a little ahead of what is done, until the time is up."""
+def _until(
+    work: Iterator[tuple[Asked, int]], room: threading.Semaphore, over: threading.Event, until: float
+) -> Iterator[tuple[Asked, int]]:
+    """Hand out work, a little ahead of what is done, until the time is up or all is over."""
     for each in work:
         room.acquire()
-        if time.monotonic() >= until:
+        if over.is_set() or time.monotonic() >= until:
             return
         yield each
 
