@@ -13,7 +13,7 @@ from tests.integration.replicas import PATIENCE_S
 
 def test_it_stops_handing_out_when_all_is_over_though_it_waits_for_room() -> None:
     room, over = threading.Semaphore(1), threading.Event()
-    handed = _until(((Asked(), seed) for seed in count()), room, over, math.inf)
+    handed = _until(((Asked(()), seed) for seed in count()), room, over, math.inf)
     assert next(handed)[1] == 0
     ended = threading.Event()
 
@@ -29,4 +29,4 @@ def test_it_stops_handing_out_when_all_is_over_though_it_waits_for_room() -> Non
 
 
 def test_it_stops_when_the_time_is_up() -> None:
-    assert list(_until(((Asked(), seed) for seed in count()), threading.Semaphore(1), threading.Event(), 0.0)) == []
+    assert list(_until(((Asked(()), seed) for seed in count()), threading.Semaphore(1), threading.Event(), 0.0)) == []
