@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from router.domain.errors import StoreError
-from router.domain.session import Residue
+from router.domain.replica import Replica, Standing
+from router.domain.session import Binding, Residue
 from router.domain.shared import Ask, Claim, Settlement, Stale
 from router.lifecycle.fleet import FleetRuntime
 from router.lifecycle.leases import Leases
@@ -129,12 +130,15 @@ class Returning:
         claim = entry.claim
         asked = (*(tip.hash for tip in claim.tips), *entry.chain)
         view = await self._store.fetch(fleet.name, Ask(claim.heads_of or claim.session, boundaries=asked))
+        if view.membership_version != fleet.version:  # what became of homes meanwhile
+            await fleet.refresh()
         replicas = fleet.snapshot(view).replicas
         bound = view.session.home if view.session is not None else None
         if any(is_home(replica, bound) for replica in replicas):
             claim = replace(claim, session_home=None)  # the first binding stands
         lives = any(is_home(replica, claim.home) for replica in replicas)
-        now = overdue(claim, view, asked, self._tips_max) if lives else None
+        left = not _keeps(claim.home, replicas) and view.branch is not None and _keeps(view.branch.home, replicas)
+        now = overdue(claim, view, asked, self._tips_max, leaves=left) if lives else None
         if now is not None:
             await self._claim(fleet.name, entry, now)
         self._remembered.wrote(entry, claim.branch if now is None else now.branch)
@@ -201,3 +205,14 @@ class Returning:
             branch_ttl_s=claim.branch_ttl_s,
         )
         await asyncio.shield(self._settling.tell(fleet, settlement))
+
+
+def _keeps(home: Binding | None, replicas: Sequence[Replica]) -> bool:
+    """Whether a home goes on taking its own turns, as far as this router sees."""
+    return any(
+        is_home(replica, home)
+        and (replica.healthy or replica.unseen)
+        and not replica.ejected
+        and replica.standing is not Standing.DRAINING
+        for replica in replicas
+    )

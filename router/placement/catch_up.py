@@ -1,7 +1,8 @@
 """What a claim that was made without the store becomes once the store is back.
 
 The first writer wins: whatever the store knows of the very prompt end stands. A longer prompt is the newer one: where
-the store knows an older end of the branch, the claim moves it on, as the turn's own claim would have done.
+the store knows an older end of the branch, the claim moves it on, as the turn's own claim would have done. But a home
+that the branch has left meanwhile, since that takes no more turns, does not get it back.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from router.placement.lineage import thinned
 __all__ = ["overdue"]
 
 
-def overdue(claim: Claim, view: View, asked: tuple[str, ...], tips_max: int) -> Claim | None:
+def overdue(claim: Claim, view: View, asked: tuple[str, ...], tips_max: int, *, leaves: bool = False) -> Claim | None:
     """The claim to make now, or None where the store needs none.
 
-    `view` answers `asked`: the claim's ends, newest first, then boundaries before them, deepest first.
+    `view` answers `asked`: the claim's ends, newest first, then boundaries before them, deepest first. `leaves`: the
+    claim's home takes no more turns, and the one that the store knows does.
     """
     known = view.branch
     if known is None or view.depth is None:
@@ -33,4 +35,6 @@ def overdue(claim: Claim, view: View, asked: tuple[str, ...], tips_max: int) -> 
         return None if known.id == claim.branch else replace(claim, version=None)
     ends = {tip.hash for tip in claim.tips}
     older = [tip for tip in known.tips if tip.hash not in ends]
-    return replace(claim, branch=known.id, version=known.version, tips=thinned([*claim.tips, *older], tips_max))
+    tips = thinned([*claim.tips, *older], tips_max)
+    home = known.home if leaves and known.home is not None else claim.home
+    return replace(claim, branch=known.id, version=known.version, tips=tips, home=home)

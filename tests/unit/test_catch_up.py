@@ -70,3 +70,15 @@ def test_a_branch_that_has_gone_further_is_not_moved_back() -> None:
     beside = told(BLIND, known("theirs", NEXT, OLD), OLD)
     assert beside is not None
     assert (beside.branch, beside.version) == ("mine", None)
+
+
+def test_a_home_that_takes_no_more_turns_is_not_given_back_to_a_branch_that_has_left_it() -> None:
+    """Another router moved the branch away from a draining replica, of whose drain this one had not heard (seed
+    1667682106): what it holds moves on, where it lives does not.
+    """
+    view = View(0.0, 1, {}, {}, {}, branch=known("theirs", OLD), depth=ASKED.index(OLD.hash))
+    stays, moved = (overdue(BLIND, view, ASKED, tips_max=4, leaves=leaves) for leaves in (True, False))
+    assert stays is not None
+    assert moved is not None
+    assert stays.home == Binding("r2", "i1")
+    assert moved == replace(stays, home=BLIND.home)
