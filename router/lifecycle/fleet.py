@@ -20,7 +20,7 @@ from router.domain.errors import StoreError
 from router.domain.replica import NO_BELIEFS, ZERO_LOAD, Beliefs, Capacity, Fleet, Load, Profile, Replica, Standing
 from router.domain.shared import Ask, Member, Membership, View
 from router.lifecycle.health import Ejection, State
-from router.lifecycle.lives import Noticed, recorded, restored
+from router.lifecycle.lives import Noticed, outdated, recorded, restored
 from router.lifecycle.watch import Outside, Seen, Watch
 from router.ports import Clock, Store
 
@@ -215,7 +215,7 @@ class FleetRuntime:
 
     async def _probe_loop(self, member_id: str) -> None:
         while (member := self.member(member_id)) is not None:
-            began_s, before = self._clock.monotonic_s(), self.watch.of(member_id).health.observation
+            began_s, before = self._clock.monotonic_s(), self.watch.of(member_id).health.last_look
             self.observed(member_id, await self._prober.observe(member.url, before))
             await self._record(member_id)
             # A probe that waited for nothing is repeated at once: a replica's silence is noticed sooner.
@@ -261,6 +261,9 @@ class FleetRuntime:
             for attempt in range(RECORD_TRIES):
                 member = self.member(member_id)
                 if member is None:
+                    return
+                if outdated(member, found, seen.noticed):
+                    seen.health.doubt()
                     return
                 now = recorded(member, found, seen.noticed, self.spec.profile, self._membership.now_s)
                 if now == member:

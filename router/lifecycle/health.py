@@ -34,7 +34,7 @@ of a replica that is not probed, which is one that only reports: its reports end
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from typing import Final
@@ -109,6 +109,7 @@ class Health:
         "_answered_s",
         "_bytes_s",
         "_dead",
+        "_doubted",
         "_failed_probes",
         "_judged_since_s",
         "_member_since_s",
@@ -141,6 +142,8 @@ class Health:
         self._answered_s = self._bytes_s = -inf
         """The newest answer to a probe, the newest byte of a turn."""
         self._was_well = self._dead = False
+        self._doubted = False
+        """Another router tells of a newer life."""
         self._row = 0
         """Turns that failed since one succeeded."""
         self._repeats = 0
@@ -164,6 +167,7 @@ class Health:
         if seen.reachable:
             self._failed_probes, self._refused, self._answered_s = 0, False, now_s
             self._said_unready = seen.ready is False
+            self._doubted = False
         else:
             self._failed_probes += 1
             self._refused = self._refused or seen.failure in (Failure.REFUSED, Failure.UNRESOLVED)
@@ -174,6 +178,10 @@ class Health:
         self._move_on(now_s)
         self._refused, self._refused_s = True, now_s
         self._move_on(now_s)
+
+    def doubt(self) -> None:
+        """Another router tells of a newer life: the next look is to find out."""
+        self._doubted = True
 
     def unanswered(self, now_s: float) -> None:
         """A turn's connection was not accepted in time."""
@@ -236,6 +244,15 @@ class Health:
     def flows(self, now_s: float) -> bool:
         """Whether bytes of its turns have come lately."""
         return now_s - self._bytes_s < self._rules.silent_s
+
+    @property
+    def last_look(self) -> Observation | None:
+        """The newest look, as the next should be told of it: a turn that found nobody listening since then, or another
+        router's word, speaks for a new life, though no probe may have met the gap between the two.
+        """
+        if self.observation is not None and (self._refused or self._doubted):
+            return replace(self.observation, restart_suspected=True)
+        return self.observation
 
     @property
     def under_way(self) -> int:

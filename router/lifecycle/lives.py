@@ -8,7 +8,7 @@ from router.discovery.observation import Observation
 from router.domain.replica import Capacity, Profile, Standing
 from router.domain.shared import Member
 
-__all__ = ["Noticed", "recorded", "restored"]
+__all__ = ["Noticed", "outdated", "recorded", "restored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,15 @@ def recorded(member: Member, seen: Observation, noticed: Noticed, profile: Profi
         return member
     joined_at_s = member.joined_at_s if incarnation == member.incarnation else now_s
     return replace(member, incarnation=incarnation, capacity=capacity, models=models, joined_at_s=joined_at_s)
+
+
+def outdated(member: Member, seen: Observation, noticed: Noticed) -> bool:
+    """Whether another router has found a newer life, and this look still tells of the one before.
+
+    Slow facts are read seldom: who did not meet the gap between two lives knows of the new one only by the record, and
+    would write the old one over it.
+    """
+    return seen.incarnation == noticed.life and member.incarnation not in ("", noticed.life)
 
 
 def restored(found: Member, known: Member) -> Member:

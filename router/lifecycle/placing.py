@@ -47,7 +47,7 @@ __all__ = ["Attempts", "Limits", "NoRoomError", "Placing"]
 class Limits:
     """How hard a turn tries."""
 
-    attempts: int = 8
+    attempts: int = 16
     """Decisions made anew because the world moved; the last heeds neither rivals nor how busy its replica is."""
     retries: int = 2
     """Further replicas tried when one fails before its head."""

@@ -339,9 +339,10 @@ class Placement(Group):
         200, description="Decisions shown by the admin API (count). 200: a few minutes of a small fleet."
     )
     attempts: Count = Field(
-        8,
+        16,
         description="Times a turn is decided anew because the fleet changed meanwhile (count); the last ignores "
-        "how busy the chosen replica has become. 8: a burst of dozens settles within it.",
+        "how busy the chosen replica has become. 16: dozens of turns that race for one branch through several routers "
+        "settle within it.",
     )
 
 

@@ -73,6 +73,25 @@ async def test_a_router_is_not_ready_before_it_has_looked_at_all_replicas() -> N
     assert fleet.ready()
 
 
+async def test_who_did_not_meet_the_gap_between_two_lives_does_not_write_the_old_one_over_the_new() -> None:
+    """A replica that dies and is back between two probes is found by one router; the other's slow facts are old."""
+    watch, fleet = await one_replica()
+    old, new = replace(UP, incarnation="old"), replace(UP, incarnation="new")
+    await look(fleet, old)
+    member = fleet.member("r0:1")
+    assert member is not None
+    await watch.store.put_member(FLEET, replace(member, incarnation="new"))
+    await fleet.refresh()
+    await look(fleet, old)
+    (kept,) = (await watch.store.members(FLEET)).members
+    assert kept.incarnation == "new"
+    again = fleet.watch.of("r0:1").health.last_look
+    assert again is not None
+    assert again.restart_suspected, "the next look asks for the slow facts"
+    await look(fleet, new)
+    assert fleet.watch.of("r0:1").health.last_look == new
+
+
 async def test_a_member_that_was_not_looked_at_is_known_by_what_another_router_recorded() -> None:
     """A store that was away while replicas joined, and is back: their branches stay (seed 100772540)."""
     watch, fleet = await one_replica()

@@ -278,6 +278,16 @@ def test_whatever_happens_a_replica_that_answers_and_serves_is_well_in_the_end(s
     assert case.state is State.WELL
 
 
+def test_a_turn_that_found_nobody_listening_speaks_for_a_new_life() -> None:
+    """An engine that dies and is back between two probes has lost its KV all the same."""
+    case = Case().see(UP)
+    told = [case.health.last_look]
+    told += [case.refused().health.last_look, case.see(UP).health.last_look]
+    case.health.doubt()
+    told += [case.health.last_look, case.see(UP).health.last_look]
+    assert told == [UP, replace(UP, restart_suspected=True), UP, replace(UP, restart_suspected=True), UP]
+
+
 def test_probation_that_nobody_tried_is_over_for_the_turn_that_comes_then() -> None:
     """Whether or not anybody asked for the state in between."""
     case = Case().see(UP, DOWN, UP).after(RULES.max_s)
