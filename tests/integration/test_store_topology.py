@@ -541,7 +541,8 @@ async def test_a_cluster_that_is_taken_for_one_server_is_told(nodes: ClusterGrou
 
 async def test_a_cluster_that_is_not_formed_is_told() -> None:
     with group("redis") as servers:
-        node = servers.start("--cluster-enabled", "yes")
+        # Its bus would take the port 10,000 above its own, which there need not be.
+        node = servers.start("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
         assert "it knows of no slots" in await refusal(f"redis+cluster://127.0.0.1:{node.port}")
 
 
