@@ -21,14 +21,17 @@ __all__ = ["KnownStay", "PlacedSoon", "UnknownAlike"]
 @dataclass
 class KnownStay:
     """Placed without the store, a turn whose prompt goes on from a branch's newest that this router has placed goes
-    where that branch lived, if that replica is well. (Further back a router need not remember.)
+    where that branch lived, if that replica is well. (Further back a router need not remember; where it does, and goes
+    by an older end that lies deeper in the prompt, it does right.)
     """
 
     wellness: Wellness
     rule: str = "known branches stay"
     source: str = "placement.md, Shared state"
     _homes: dict[str, dict[tuple[str | None, str], Binding]] = field(default_factory=dict)
-    """By router, then by session and prompt end."""
+    """By router, then by session and prompt end: the newest of each branch."""
+    _older: dict[str, dict[tuple[str | None, str], Binding]] = field(default_factory=dict)
+    """The same of ends that are no branch's newest any more."""
     _newest: dict[tuple[str, str], tuple[str | None, str]] = field(default_factory=dict)
     """By router and branch: its entry in `_homes`."""
     _asking: dict[str, Facts] = field(default_factory=dict)
@@ -50,6 +53,7 @@ class KnownStay:
 
     def _died(self, _: float, event: Died) -> None:
         self._homes.pop(event.router, None)
+        self._older.pop(event.router, None)
 
     def _decided(self, at_s: float, event: Decided) -> None:
         record = event.record
@@ -57,10 +61,11 @@ class KnownStay:
         facts = self._asking[request]
         if not facts.chain.hashes:
             return
-        homes = self._homes.setdefault(event.router, {})
+        homes, older = self._homes.setdefault(event.router, {}), self._older.setdefault(event.router, {})
         if record.blind and not record.store_calls:  # else only its claim's answer was lost: it went by the store
-            known = (homes.get((facts.session, each)) for each in reversed(facts.chain.hashes))
-            home = next((each for each in known if each is not None), None)
+            ends = [(facts.session, each) for each in reversed(facts.chain.hashes)]
+            deepest = next((end for end in ends if end in homes or older.get(end) == placed.binding), None)
+            home = homes.get(deepest) if deepest is not None else None
             if home is not None and (home.replica, home.incarnation) != (placed.replica, placed.incarnation):
                 url = f"http://{home.replica}"
                 tried = url in self._sent.get(request, ())
@@ -71,8 +76,8 @@ class KnownStay:
                     )
         name = (facts.session, facts.chain.hashes[-1])
         before = self._newest.get((event.router, record.lineage.branch))
-        if before is not None:
-            homes.pop(before, None)
+        if before is not None and (left := homes.pop(before, None)) is not None:
+            older[before] = left
         self._newest[event.router, record.lineage.branch] = name
         homes[name] = placed.binding
 
