@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Final
 
 from router.domain.errors import StoreError
-from router.domain.replica import Replica, Standing
+from router.domain.replica import Replica
 from router.domain.session import Binding, Residue
 from router.domain.shared import Ask, Claim, Settlement, Stale
 from router.lifecycle.fleet import FleetRuntime
@@ -33,7 +33,7 @@ from router.lifecycle.remembered import Entry, Remembered
 from router.lifecycle.settling import Settling
 from router.placement.catch_up import overdue
 from router.placement.cost import decay
-from router.placement.filters import is_home
+from router.placement.filters import is_home, takes_its_own
 from router.ports import Clock, Store
 
 __all__ = ["Returning"]
@@ -209,10 +209,4 @@ class Returning:
 
 def _keeps(home: Binding | None, replicas: Sequence[Replica]) -> bool:
     """Whether a home goes on taking its own turns, as far as this router sees."""
-    return any(
-        is_home(replica, home)
-        and (replica.healthy or replica.unseen)
-        and not replica.ejected
-        and replica.standing is not Standing.DRAINING
-        for replica in replicas
-    )
+    return any(takes_its_own(replica, home) and not replica.ejected for replica in replicas)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from router.domain.replica import Fleet, Replica, Standing
 from router.domain.session import Binding
 
-__all__ = ["eligible", "is_home", "may_take"]
+__all__ = ["eligible", "is_home", "may_take", "takes_its_own"]
 
 
 def is_home(replica: Replica, home: Binding | None) -> bool:
@@ -15,20 +15,23 @@ def is_home(replica: Replica, home: Binding | None) -> bool:
     return home is not None and home.replica == replica.id and home.incarnation == replica.incarnation
 
 
+def takes_its_own(replica: Replica, home: Binding | None) -> bool:
+    """Whether `replica` is that home and goes on serving those who live there, ejected or not."""
+    draining = replica.standing is Standing.DRAINING
+    return (replica.healthy or replica.unseen) and not draining and is_home(replica, home)
+
+
 def may_take(fleet: Fleet, home: Binding | None, tried: Collection[str]) -> tuple[Replica, ...]:
     """Healthy replicas not yet tried for this turn; a cordoned one, and one that was not looked at yet, only for the
     branches that live there; a draining one never.
     """
-    serving, draining = Standing.SERVING, Standing.DRAINING
+    serving = Standing.SERVING
     return tuple(
         [
             replica
             for replica in fleet.replicas
             if replica.id not in tried
-            and (
-                (replica.healthy and replica.standing is serving)
-                or ((replica.healthy or replica.unseen) and replica.standing is not draining and is_home(replica, home))
-            )
+            and ((replica.healthy and replica.standing is serving) or takes_its_own(replica, home))
         ]
     )
 
